@@ -1,0 +1,7841 @@
+"""batchrun: a lightweight supervisor for long batch jobs, in one file, backed by one SQLite ledger.
+
+The one idea: a batch is committed when its checkpoint file is renamed into place. Before the
+rename the batch is done again; after it, the ledger is repaired from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import signal
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
+from enum import IntEnum, StrEnum
+from itertools import islice, product
+from operator import attrgetter, itemgetter, lt
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    NamedTuple,
+    NoReturn,
+    Protocol,
+    Self,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+)
+
+import apsw
+
+if TYPE_CHECKING:
+    import re
+
+VERSION = "0.1.0"
+T = TypeVar("T")
+
+
+# ======================================================================================
+# 1. Vocabulary: nouns, states, edges, errors with exit codes
+# ======================================================================================
+#
+# Wish and fact are two columns of a run: `request` (what somebody asks for) and `state` (what is).
+# Every edge of the state table stands below with its sentence; the ledger enforces the same table
+# by triggers. Nothing leaves a finished state; a rollback is a run of its own.
+
+
+class RunState(StrEnum):
+    """The nine states of a run."""
+
+    WAITING = "waiting"
+    RESERVED = "reserved"
+    RUNNING = "running"
+    AWAITING = "awaiting"
+    PAUSED = "paused"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+    SUCCEEDED = "succeeded"
+    CANCELLED = "cancelled"
+
+
+STATE_SENTENCES = {
+    RunState.WAITING: "asked for and durably stored, not admitted yet",
+    RunState.RESERVED: "admitted and owned by a live supervisor; no batch has begun",
+    RunState.RUNNING: "a live worker holds the job's lock",
+    RunState.AWAITING: "stopped until a person or the outside answers; no process is needed",
+    RunState.PAUSED: "stopped at a safe point on purpose; will go on",
+    RunState.INTERRUPTED: "the process went away without deciding",
+    RunState.FAILED: "the job raised, and plan B was to fail",
+    RunState.SUCCEEDED: "everything was read and committed",
+    RunState.CANCELLED: "someone decided that it shall not go on",
+}
+
+FINISHED = (RunState.SUCCEEDED, RunState.CANCELLED)
+
+NEW = "new"  # the state before the first: a run that is not in the ledger yet
+
+TRANSITIONS: dict[tuple[str, str], str] = {
+    (NEW, "waiting"): "a start was stored to be begun later",
+    (NEW, "reserved"): "a start was admitted",
+    ("waiting", "reserved"): "a stored start was admitted",
+    ("waiting", "cancelled"): "a stored start was withdrawn",
+    ("reserved", "running"): "the worker is about to hand out its first batch",
+    ("reserved", "succeeded"): "the source was empty, or everything had been committed already",
+    ("reserved", "awaiting"): "a person is needed before the first batch",
+    ("reserved", "paused"): "a stop was asked for before the first batch",
+    ("reserved", "interrupted"): "the process went away before the first batch",
+    ("reserved", "failed"): "the job raised before its first batch",
+    ("reserved", "cancelled"): "cancelled before the first batch",
+    ("running", "reserved"): "the attempt ended; the same supervisor begins the next one",
+    ("running", "succeeded"): "the generator returned and every loop was read to its end",
+    ("running", "awaiting"): "the job stopped to wait for an answer",
+    ("running", "paused"): "stopped at a safe point on purpose",
+    ("running", "interrupted"): "the worker went away without an ending",
+    ("running", "failed"): "the job raised",
+    ("running", "cancelled"): "cancelled at a safe point",
+    ("awaiting", "reserved"): "the answer is there; a new attempt was admitted",
+    ("awaiting", "cancelled"): "cancelled while it waited for an answer",
+    ("paused", "reserved"): "a new attempt was admitted after a pause",
+    ("paused", "cancelled"): "cancelled while it was paused",
+    ("interrupted", "reserved"): "a new attempt was admitted after an interruption",
+    ("interrupted", "cancelled"): "cancelled after an interruption",
+    ("failed", "reserved"): "a new attempt was admitted after a failure",
+    ("failed", "cancelled"): "cancelled after a failure",
+}
+
+
+class Request(StrEnum):
+    """What somebody asks of a run that is going on; honoured at its next safe point."""
+
+    PAUSE = "pause"
+    CANCEL = "cancel"
+
+
+class Reason(StrEnum):
+    """Why a run is in its state, where the state alone does not say it."""
+
+    NONE = ""
+    PERSON = "person"
+    STOP = "stop"
+    LIMIT = "limit"
+    REPAIR = "repair"
+
+
+class Ending(StrEnum):
+    """How an attempt ended, as its own generation recorded it."""
+
+    SUCCEEDED = "succeeded"
+    STOPPED = "stopped"
+    RAISED = "raised"
+    REFUSED = "refused"
+    CHANGED = "source changed"
+    DIED = "died"
+
+
+class ExitCode(IntEnum):
+    """What a command's exit status says."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    FINDINGS = 3
+    NOT_FOUND = 4
+    STATE_DIRECTORY = 5
+    DONE_WITH_REJECTS = 10
+    BUSY = 11
+    MAINTENANCE = 12
+    PERSON_NEEDED = 13
+    LOST_OWNERSHIP = 14
+    STOPPED = 75
+    INTERRUPTED = 130
+
+
+EXIT_SENTENCES = {
+    ExitCode.DONE: "done, every record",
+    ExitCode.FAILED: "failed",
+    ExitCode.USAGE: "usage or configuration",
+    ExitCode.FINDINGS: "findings: something needs someone",
+    ExitCode.NOT_FOUND: "no such job or run",
+    ExitCode.STATE_DIRECTORY: "the state directory cannot be used: full, I/O error, read-only, "
+    "foreign owner, network file system, newer format",
+    ExitCode.DONE_WITH_REJECTS: "done; records were rejected within the limits",
+    ExitCode.BUSY: "busy: another process runs this job",
+    ExitCode.MAINTENANCE: "maintenance: refused",
+    ExitCode.PERSON_NEEDED: "a person is needed; the message ends with what to type",
+    ExitCode.LOST_OWNERSHIP: "lost ownership: another generation took over",
+    ExitCode.STOPPED: "stopped at a safe point because somebody asked; `run` or `resume` goes on",
+    ExitCode.INTERRUPTED: "interrupted by Ctrl-C at a safe point; `run` or `resume` goes on",
+}
+
+
+class BatchrunError(Exception):
+    """A letter to the person who reads it: what, why, what is unchanged, what to type."""
+
+    exit_code = ExitCode.FAILED
+
+    def __init__(self, what: str, *, why: str = "", unchanged: str = "", todo: str = "") -> None:
+        super().__init__(what)
+        self.what, self.why, self.unchanged, self.todo = what, why, unchanged, todo
+
+    def __str__(self) -> str:
+        return "\n".join(part for part in (self.what, self.why, self.unchanged, self.todo) if part)
+
+
+class JobError(BatchrunError):
+    """The job broke its contract with batchrun."""
+
+
+class SourceError(BatchrunError):
+    """A source cannot be read as it was declared."""
+
+
+class TooManyRejects(BatchrunError):
+    """More records were rejected than `max_rejects` allows."""
+
+
+class ConfigurationError(BatchrunError):
+    """The configuration or the command line is wrong; nothing was begun."""
+
+    exit_code = ExitCode.USAGE
+
+
+class NotFound(BatchrunError):
+    """There is no such job or run."""
+
+    exit_code = ExitCode.NOT_FOUND
+
+
+class StateDirectoryError(BatchrunError):
+    """The state directory cannot be used as it is."""
+
+    exit_code = ExitCode.STATE_DIRECTORY
+
+
+class OutcomeUnknown(StateDirectoryError):
+    """A write may or may not have happened; only the next start can find out."""
+
+
+class Busy(BatchrunError):
+    """Another process owns the job, or holds the ledger for too long."""
+
+    exit_code = ExitCode.BUSY
+
+
+class MaintenanceOn(BatchrunError):
+    """The maintenance lockfile is there: nothing new starts."""
+
+    exit_code = ExitCode.MAINTENANCE
+
+
+class PersonNeeded(BatchrunError):
+    """Going on needs a decision that only a person can take."""
+
+    exit_code = ExitCode.PERSON_NEEDED
+
+
+class SourceChanged(PersonNeeded):
+    """The source is not the one that the checkpoint was written for."""
+
+
+class LostOwnership(BatchrunError):
+    """Another generation took the run over; this process may not write any more."""
+
+    exit_code = ExitCode.LOST_OWNERSHIP
+
+
+class IllegalTransition(BatchrunError):
+    """A verb found the run in a state from which it has no edge."""
+
+
+class Interrupted(BaseException):
+    """Raised in the job's own frame when a batch is to be given up at once."""
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process, told apart from a later one with the same number.
+
+    Attributes:
+        pid: process number.
+        ticks: start time in clock ticks since boot (field 22 of /proc/PID/stat).
+        boot_id: the kernel's random id of this boot.
+    """
+
+    pid: int
+    ticks: int
+    boot_id: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row of the table `run`: a job from its first start to its end, over all attempts.
+
+    Counts are totals over the committed batches; `number` is the newest commit, 0 before the first.
+    """
+
+    key: int
+    id: str
+    job: str
+    state: RunState
+    reason: str
+    request: str | None
+    generation: int
+    created_at: str
+    changed_at: str
+    ended_at: str | None
+    number: int
+    hash: str
+    checkpoint: bytes | None
+    batches: int
+    read: int
+    rejected: int
+    expected: int | None
+    counts: dict[str, int]
+    settings: dict[str, str]
+    overrides: dict[str, str]
+    job_version: int | None
+    fresh_in_a_row: int
+    read_s: float
+    work_s: float
+    own_s: float
+    error: str | None
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing can go on here any more."""
+        return self.state in FINISHED
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One row of the table `attempt`: one generation of a run and how it ended."""
+
+    generation: int
+    supervisor: ProcessIdentity
+    worker: ProcessIdentity | None
+    began_at: str
+    ended_at: str | None
+    ending: str | None
+    exit_code: int | None
+    signal: int | None
+    error: str | None
+    unchanged: str | None
+    todo: str | None
+    peak_rss_bytes: int | None
+    from_number: int
+    to_number: int | None
+    releases: list[dict[str, Any]]
+    log: str | None
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """One row of the table `batch`: one link of a run's chain of commits."""
+
+    number: int
+    generation: int
+    kind: str
+    loop: str
+    cursor: str
+    first_key: str | None
+    last_key: str | None
+    read: int
+    rejected: int
+    counts: dict[str, int]
+    hash: str
+    at: str
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class Event:
+    """One row of the table `event`; ids only rise and are the ledger's clock."""
+
+    id: int
+    at: str
+    run: str | None
+    job: str | None
+    who: str
+    what: str
+    why: str
+
+
+class Reject(NamedTuple):
+    """A record that was left out, and the reason in words."""
+
+    record: object
+    reason: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a check found: what is wrong, and what to type."""
+
+    what: str
+    why: str = ""
+    todo: str = ""
+
+
+# ======================================================================================
+# 2. Host: all that is asked of the machine
+# ======================================================================================
+#
+# The only reader of clocks and processes. Intervals are monotonic; wall time is UTC and a label.
+# A file is replaced in two steps, so that the slow one needs no lock:
+#
+#   prepare   unique temporary file in the same directory (O_EXCL, O_NOFOLLOW, 0600), written whole
+#             and fsynced. Nothing is visible yet; a failure removes the temporary file.
+#   publish   rename over the final name, fsync of the directory. Visible and durable.
+#
+# An fsync that failed is never repeated: the kernel marks the pages clean, and the second call
+# would succeed without the bytes being on the disk.
+
+TEMPORARY_SUFFIX = ".tmp"
+NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse.", "9p", "afs", "ceph", "glusterfs", "lustre")
+VOLATILE_FILE_SYSTEMS = ("tmpfs", "ramfs")
+VOLATILE_FOLDERS = ("/tmp", "/var/tmp", "/run")  # noqa: S108 - named in order to warn about them
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+
+NAMED_POINT = os.environ.get("BATCHRUN_TEST_POINT", "")
+
+
+def reach(point: str, number: int = 0) -> None:
+    """Pass a named point: a place where a test may hold, kill or fail this process.
+
+    BATCHRUN_TEST_POINT is `POINT[@NUMBER]=ACTION`; unset, a point costs one comparison.
+    """
+    if NAMED_POINT:
+        where, _, action = NAMED_POINT.partition("=")
+        if where in (point, f"{point}@{number}"):
+            _act(action)
+
+
+def _act(action: str) -> None:
+    """Do what a named point asks for: kill, kill-supervisor, kill-both, stop, or an errno name."""
+    if action in ("kill-supervisor", "kill-both"):
+        os.kill(os.getppid(), signal.SIGKILL)
+    if action in ("kill", "kill-both"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if hasattr(errno, action):
+        raise OSError(getattr(errno, action), "at a named point")
+
+
+class Host:
+    """The machine: clocks, processes, file systems. Tests pass a Host of their own."""
+
+    def now(self) -> str:
+        """Return wall time as UTC text with milliseconds, `2026-01-31T23:59:59.123Z`."""
+        seconds, rest_ns = divmod(time.time_ns(), 1_000_000_000)
+        text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+        return f"{text}.{rest_ns // 1_000_000:03d}Z"
+
+    def monotonic(self) -> float:
+        """Return seconds on a clock that no one can set."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait; signals that have a Python action cut in."""
+        time.sleep(seconds)
+
+    def boot_id(self) -> str:
+        """Return the kernel's random id of this boot."""
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+    def identify(self, pid: int | None = None) -> ProcessIdentity | None:
+        """Return who a process is (by default this one), or None if there is no such process."""
+        pid = os.getpid() if pid is None else pid
+        fields = self._stat_fields(pid)
+        return ProcessIdentity(pid, int(fields[19]), self.boot_id()) if fields else None
+
+    def is_alive(self, process: ProcessIdentity) -> bool:
+        """Tell whether exactly this process still lives; a zombie does not."""
+        fields = self._stat_fields(process.pid)
+        return (
+            bool(fields)
+            and int(fields[19]) == process.ticks
+            and fields[0] != "Z"
+            and process.boot_id == self.boot_id()
+        )
+
+    def is_stopped(self, process: ProcessIdentity) -> bool:
+        """Tell whether a process is frozen (SIGSTOP, or a debugger)."""
+        fields = self._stat_fields(process.pid)
+        return bool(fields) and fields[0] in ("T", "t")
+
+    @staticmethod
+    def _stat_fields(pid: int) -> list[str]:
+        """Return /proc/PID/stat from field 3 (the state) on; empty if there is no such process."""
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return []
+        return text.rpartition(")")[2].split()
+
+    def holders(self, descriptor: int) -> list[int]:
+        """Return the processes that have the file of this descriptor open, this one excepted."""
+        wanted = os.fstat(descriptor)
+        others = (f for f in Path("/proc").glob("[0-9]*") if int(f.name) != os.getpid())
+        return sorted(int(folder.name) for folder in others if _has_open(folder, wanted))
+
+    def command_line(self, pid: int) -> str:
+        """Return what a process was started as; empty if it is gone."""
+        try:
+            return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+    def age_s(self, process: ProcessIdentity) -> float:
+        """Return for how long a process has lived."""
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+        return max(0.0, uptime_s - process.ticks / os.sysconf("SC_CLK_TCK"))
+
+    def children(self) -> list[int]:
+        """Return the direct children of this process, reparented ones included."""
+        found: list[int] = []
+        for listing in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, listing.read_text().split())
+        return found
+
+    def descendants(self, pid: int) -> list[int]:
+        """Return all living processes below one."""
+        import psutil  # 40 ms, and only needed when a worker left children behind
+
+        try:
+            return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+        except psutil.Error:
+            return []
+
+    def user_name(self, uid: int) -> str:
+        """Return a user's name, or the number of one without a name."""
+        import pwd  # only in events and letters
+
+        try:
+            return pwd.getpwuid(uid).pw_name
+        except KeyError:
+            return str(uid)
+
+    def rss_bytes(self) -> int:
+        """Return this process's resident memory."""
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return resident_pages * os.sysconf("SC_PAGE_SIZE")
+
+    def free_bytes(self, path: Path) -> int:
+        """Return what an ordinary user may still write on the file system of a path."""
+        room = os.statvfs(path)
+        return room.f_bavail * room.f_frsize
+
+    def file_system(self, path: Path) -> str:
+        """Return the type of the file system that holds a path, `ext4`; empty if unknown."""
+        best, found = -1, ""
+        for line in self.mount_table():
+            fields, _, rest = line.partition(" - ")
+            mounted_on = fields.split()[4].replace("\\040", " ")
+            if path.is_relative_to(mounted_on) and len(mounted_on) >= best:
+                best, found = len(mounted_on), rest.split()[0]
+        return found
+
+    def mount_table(self) -> list[str]:
+        """Return the lines of /proc/self/mountinfo; empty where there is none."""
+        try:
+            return Path("/proc/self/mountinfo").read_text().splitlines()
+        except OSError:
+            return []
+
+    def become_subreaper(self) -> None:
+        """Inherit the orphans of our descendants, so that none outlives us unseen."""
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+    def ask_for_signal_at_parents_death(self, number: int) -> None:
+        """Have the kernel send this process a signal when its parent goes away."""
+        _prctl(PR_SET_PDEATHSIG, number)
+
+    def volunteer_for_oom_kill(self) -> None:
+        """Make this process the one to be killed when memory runs out."""
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("500")
+
+    def notify_systemd(self, text: str) -> None:
+        """Tell systemd about a change (`READY=1`), if it started us and wants to know."""
+        address = os.environ.get("NOTIFY_SOCKET")
+        if address:
+            import socket  # only under systemd
+
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s,
+            ):
+                s.sendto(text.encode(), address.replace("@", "\0", 1))
+
+
+def _has_open(process_folder: Path, wanted: os.stat_result) -> bool:
+    """Tell whether a process has an inode open; a process that may not be seen has not."""
+    with contextlib.suppress(OSError):
+        for descriptor in (process_folder / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.path.samestat(descriptor.stat(), wanted):
+                    return True
+    return False
+
+
+def _prctl(option: int, value: int) -> None:
+    """Call prctl(2); where the kernel has no such option nothing changes."""
+    import ctypes  # only in a supervisor or worker
+
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    """Write every byte, whatever the system writes at a time."""
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def prepare_file(directory: int, name: str, content: bytes) -> str:
+    """Write a file whole and durable under a temporary name, and return that name.
+
+    Args:
+        directory: descriptor of the directory that will hold the file.
+        name: the final name, not touched yet.
+        content: all of it.
+
+    Raises:
+        OSError: nothing was left behind.
+    """
+    temporary = f".{name}.{os.getpid()}.{time.monotonic_ns():x}{TEMPORARY_SUFFIX}"
+    ways = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, ways, 0o600, dir_fd=directory)
+    try:
+        try:
+            write_all(descriptor, content)
+            reach("file.fsync")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except BaseException:
+        discard_file(directory, temporary)
+        raise
+    return temporary
+
+
+def publish_file(directory: int, temporary: str, name: str) -> None:
+    """Rename a prepared file to its final name and make the directory durable."""
+    os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+    os.fsync(directory)
+
+
+def discard_file(directory: int, temporary: str) -> None:
+    """Remove a prepared file if it is still there."""
+    with contextlib.suppress(OSError):
+        os.unlink(temporary, dir_fd=directory)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file by a whole and durable new one, or leave it as it was."""
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        temporary = prepare_file(directory, path.name, content)
+        try:
+            publish_file(directory, temporary, path.name)
+        except BaseException:
+            discard_file(directory, temporary)
+            raise
+    finally:
+        os.close(directory)
+
+
+def make_private_folder(path: Path) -> None:
+    """Make one folder with mode 0700, whatever the umask; its parent must be there."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+    path.chmod(0o700)
+    parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+
+
+# ======================================================================================
+# 3. Configuration: TOML to frozen dataclasses; durations, sizes, settings, secrets
+# ======================================================================================
+#
+# The config file is TOML and is read whole, before anything is opened or written:
+#
+#     state = "state"                    keys of the file: the fields of Config made by _key()
+#     [defaults]                         options of every job: fields of JobConfig made by _key()
+#     [jobs.NAME]                        uses, the same options, and the settings of the job
+#
+# The two dataclasses are the table of keys: one field is one line, and from it come the reading,
+# the messages and config_keys(). A relative path is relative to the config file, never to the
+# working directory.
+#
+# A config is valid if and only if every table and key is known, every value is of its type and in
+# its range, every NAME can be a folder's name and every job names a function. The *settings* of a
+# job are checked by build_settings() against the job's own dataclass, where the job is imported:
+# in the worker. Until then they are the raw TOML values.
+#
+# Secrets: what a Secret holds, what is read by { env = } or { file = }, and passwords found inside
+# other settings are remembered by this process, and mask_secrets() replaces them wherever they
+# appear. identity() leaves them out, so that a changed password is not a changed setting.
+
+_UNITS_S = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+_UNITS_BYTES = {"B": 1}
+_UNITS_BYTES |= {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS_BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def parse_duration(text: object) -> float:
+    """Return a duration in seconds: "90s", "3m", "1h30m", "500ms", "2d", "1.5h".
+
+    Units run from large to small, each at most once. A bare number is refused, except 0.
+
+    Raises:
+        ValueError: what is wanted; the caller puts the name of the key or option in front.
+    """
+    import re
+
+    if text == "0" or (type(text) in (int, float) and text == 0):
+        return 0.0
+    number = r"([0-9]{1,9}(?:\.[0-9]{1,3})?)"
+    pattern = "".join(f"(?:{number}{unit})?" for unit in _UNITS_S)
+    found = re.fullmatch(pattern, text) if isinstance(text, str) and text else None
+    if found is None:
+        raise ValueError('a duration with its unit is wanted, such as "90s", "3m" or "1h30m"')
+    amounts = zip(found.groups(), _UNITS_S.values(), strict=True)
+    return sum(float(amount) * unit_s for amount, unit_s in amounts if amount)
+
+
+def parse_size(text: object) -> int:
+    """Return a size in bytes: kB, MB, GB, TB are powers of 1000; KiB, MiB, GiB, TiB of 1024.
+
+    KB is read as kB. A bare number is refused, except 0; so are M and mb, which people read in
+    two ways. Fractions ("1.5GB") are cut off below one byte.
+
+    Raises:
+        ValueError: what is wanted; the caller puts the name of the key or option in front.
+    """
+    import re
+
+    if text == "0" or (type(text) is int and text == 0):
+        return 0
+    pattern = r"([0-9]{1,12})(?:\.([0-9]{1,3}))? ?([A-Za-z]{1,3})"
+    found = re.fullmatch(pattern, text) if isinstance(text, str) else None
+    if found is None or found[3] not in _UNITS_BYTES:
+        raise ValueError(
+            'a size with its unit is wanted, such as "512MB" (1000-based) or "512MiB" (1024-based)'
+        )
+    thousandths = int(found[1]) * 1000 + int((found[2] or "").ljust(3, "0"))
+    return thousandths * _UNITS_BYTES[found[3]] // 1000
+
+
+def _whole(low: int, high: int) -> Callable[[object], int]:
+    """Return a reader of whole numbers from low to high, both included."""
+
+    def read(value: object) -> int:
+        if type(value) is int and low <= value <= high:
+            return value
+        raise ValueError(f"a whole number from {low} to {high} is wanted")
+
+    return read
+
+
+def _one_of(*words: str) -> Callable[[object], str]:
+    """Return a reader of one of the given words."""
+
+    def read(value: object) -> str:
+        if isinstance(value, str) and value in words:
+            return value
+        raise ValueError("one of these is wanted: " + ", ".join(map(_quoted, words)))
+
+    return read
+
+
+def _path(value: object) -> Path:
+    """Return a path; ~ is refused because cron, systemd and sudo disagree on whose home it is."""
+    if isinstance(value, str) and value and "\0" not in value and not value.startswith("~"):
+        return Path(value)
+    raise ValueError('a path without "~" is wanted, relative to the config file or whole')
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """One key of the config file."""
+
+    name: str
+    default: object  # as it stands in TOML
+    read: Callable[[object], object]  # TOML value to Python value; ValueError says what is wanted
+    meaning: str
+
+
+def _key(name: str, default: object, read: Callable[[object], T], meaning: str) -> T:
+    """Declare a dataclass field that is a key of the config file."""
+    key = ConfigKey(name, default, read, meaning)
+    return field(default_factory=lambda: read(default), metadata={"key": key})
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """One [jobs.NAME] table: which function it uses, its options and its unchecked settings."""
+
+    name: str
+    module: str
+    function: str
+    path: Path  # of the job's file: jobs_folder/module.py; it need not exist yet
+    settings: Mapping[str, object] = field(default_factory=dict)  # raw TOML values
+    # fmt: off
+    batch_size: int = _key("batch_size", 5000, _whole(1, 1_000_000), "most records in a batch")
+    stop_grace_s: float = _key("stop_grace", "60s", parse_duration, "time a batch has to reach its safe point when asked to stop")  # noqa: E501
+    max_rejects: int = _key("max_rejects", 0, _whole(0, 10**9), "most rejected records in a run that still succeeds")  # noqa: E501
+    on_changed_source: str = _key("on_changed_source", "refuse", _one_of("refuse", "fresh"), "what run does when the source is not the one the run began with")  # noqa: E501
+    max_fresh: int = _key("max_fresh", 2, _whole(0, 1000), "most fresh starts in a row for a changed source")  # noqa: E501
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class Config:
+    """The config file, checked. All paths are whole."""
+
+    path: Path
+    folder: Path  # of the config file; its symbolic links are resolved, the file's own is not
+    jobs: Mapping[str, JobConfig] = field(default_factory=dict)
+    # fmt: off
+    state: Path = _key("state", "state", _path, "folder of ledger, checkpoints, locks and logs")
+    jobs_folder: Path = _key("jobs_folder", "jobs", _path, "folder of the job files")
+    min_free_bytes: int = _key("min_free", "16MB", parse_size, "free space without which no run starts")  # noqa: E501
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        """Make each relative path relative to the config file."""
+        for name in ("state", "jobs_folder"):
+            object.__setattr__(
+                self, name, Path(os.path.normpath(self.folder / getattr(self, name)))
+            )
+
+    def job(self, name: str) -> JobConfig:
+        """Return the configured job of that name.
+
+        Raises:
+            NotFound: names the configured jobs and gives the lines that add this one.
+        """
+        if name in self.jobs:
+            return self.jobs[name]
+        configured = ", ".join(sorted(self.jobs))
+        uses = name if name.isidentifier() else "FUNCTION"
+        wrong = _name_problem(name)
+        raise NotFound(
+            f"There is no job {_quoted(name)} in {self.path}{_meant(name, self.jobs) or '.'}",
+            why=f"Configured: {configured}." if configured else "No job is configured.",
+            unchanged="Nothing was changed.",
+            todo=f"That cannot be a job's name: {wrong}."
+            if wrong
+            else f'To add it, write there:\n[jobs.{_bare(name)}]\nuses = "{uses}"',
+        )
+
+
+_USES = ConfigKey("uses", "NAME", str, 'the job\'s function: "function" or "module:function"')
+
+
+def config_keys() -> dict[str, dict[str, ConfigKey]]:
+    """Return every key by table and name: "" is the top of the file, then defaults, jobs.NAME."""
+
+    def keys_of(kind: type) -> dict[str, ConfigKey]:
+        found = (each.metadata.get("key") for each in fields(kind))
+        return {key.name: key for key in found if key is not None}
+
+    options = keys_of(JobConfig)
+    return {"": keys_of(Config), "defaults": options, "jobs.NAME": {"uses": _USES, **options}}
+
+
+def load_config(path: Path) -> Config:
+    """Read and checks a config file, and writes nothing.
+
+    Whether others can change the file is not asked here (reading a config harms nobody):
+    see check_trusted().
+
+    Raises:
+        ConfigurationError: one letter with everything that is wrong in the file.
+    """
+    path = path if path.is_absolute() else Path(_working_folder(), path)
+    document = _toml(path)
+    keys = config_keys()
+    problems = _unknown("", document, [*keys[""], "defaults", "jobs"])
+    top = _values("", document, Config, problems)
+    table = _table("[defaults]", document.get("defaults", {}), problems)
+    problems += _unknown("[defaults] ", table, keys["defaults"])
+    defaults = _values("[defaults] ", table, JobConfig, problems)
+    config = Config(path=path, folder=path.parent.resolve(), **top)
+    jobs = {
+        name: _job(name, raw, config.jobs_folder, defaults, problems)
+        for name, raw in _table("[jobs]", document.get("jobs", {}), problems).items()
+    }
+    if problems:
+        raise _unusable(f"The config file {path} cannot be used.", problems, _check_line(path))
+    return Config(path=path, folder=config.folder, jobs=jobs, **top)
+
+
+def _working_folder() -> str:
+    """Return the working directory, or "." if it was deleted: then no file is found in it."""
+    try:
+        return os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        return "."
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    """Return the TOML document in a file; a byte order mark is allowed."""
+    import tomllib
+
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            f"There is no config file {path}.",
+            unchanged="Nothing was changed.",
+            todo="To make one, type: batchrun init\nTo use another: batchrun --config PATH ...",
+        ) from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"The config file {path} cannot be read.",
+            why=f"{error.strerror}.",
+            unchanged="Nothing was changed.",
+            todo=f"To see who may read it, type: ls -ld {_typed(path.parent)} {_typed(path)}",
+        ) from error
+    except (ValueError, RecursionError) as error:  # with line and column; or not UTF-8
+        what = f"The config file {path} cannot be used."
+        raise _unusable(what, [f"it is not valid TOML: {error}"], _check_line(path)) from error
+
+
+def _values(
+    where: str, raw: Mapping[str, object], kind: type, problems: list[str]
+) -> dict[str, Any]:
+    """Return by field name what a table says about the keys of a dataclass; adds to problems."""
+    values: dict[str, Any] = {}
+    for each in fields(kind):
+        key = each.metadata.get("key")
+        if key is None or key.name not in raw:
+            continue
+        try:
+            values[each.name] = key.read(raw[key.name])
+        except ValueError as error:
+            shown = json.dumps(raw[key.name], default=str)
+            line = f"{key.name} = {json.dumps(key.default)}"
+            problems.append(f"{where}{key.name} = {shown}: {error}; write: {line}")
+    return values
+
+
+def _job(
+    name: str, raw: object, folder: Path, defaults: Mapping[str, Any], problems: list[str]
+) -> JobConfig:
+    """Return the job of one [jobs.NAME] table; adds to problems."""
+    where = f"[jobs.{_bare(name)}]"
+    wrong = _name_problem(name)
+    problems += [f"{where}: {wrong}; rename it"] if wrong else []
+    table = _table(where, raw, problems)
+    module, _, function = _uses(where, table.get("uses", name), problems).rpartition(":")
+    options = {**defaults, **_values(f"{where} ", table, JobConfig, problems)}
+    known = config_keys()["jobs.NAME"]
+    return JobConfig(
+        name=name,
+        module=module or function,
+        function=function,
+        path=folder / f"{module or function}.py",
+        settings={key: value for key, value in table.items() if key not in known},
+        **options,
+    )
+
+
+def _uses(where: str, value: object, problems: list[str]) -> str:
+    """Return the function a job uses, as it stands in TOML; adds to problems."""
+    parts = value.split(":") if isinstance(value, str) else []
+    if len(parts) not in (1, 2) or not all(part.isidentifier() for part in parts):
+        wanted = (
+            'a function\'s name is wanted; write: uses = "function" or uses = "module:function"'
+        )
+        problems.append(f"{where} uses = {json.dumps(value, default=str)}: {wanted}")
+        return "none"
+    return ":".join(parts)
+
+
+def _table(where: str, value: object, problems: list[str]) -> dict[str, Any]:
+    """Return a TOML table, or an empty one and a problem."""
+    if isinstance(value, dict):
+        return value
+    problems.append(f"{where} must be a table; write {where} on a line of its own")
+    return {}
+
+
+def _unknown(where: str, raw: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Return a problem for each key that is not known."""
+    known = list(known)
+    return [
+        f"{where}{_bare(name)}: there is no such key or table{_meant(name, known)}"
+        for name in raw
+        if name not in known
+    ]
+
+
+def _name_problem(name: str) -> str:
+    """Return why a name cannot be a job's (it becomes a folder's name and is typed), or ""."""
+    import re
+
+    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
+        return ""
+    return "a job's name is 1 to 64 letters, digits, _ - . and begins with neither . nor -"
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """Return the question for the closest known name, or ""."""
+    import difflib
+
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _quoted(text: str) -> str:
+    """Return text as a TOML string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _bare(name: str) -> str:
+    """Return a name as a TOML key: quoted where it must be (a dot would begin a subtable)."""
+    plain = name.isascii() and name.replace("_", "a").replace("-", "a").isalnum()
+    return name if plain else _quoted(name)
+
+
+def _typed(path: Path) -> str:
+    """Return a path as it is typed in a shell."""
+    import shlex
+
+    return shlex.quote(str(path))
+
+
+def _check_line(path: Path) -> str:
+    """Return the last line of letters about the contents of the config file."""
+    return f"Correct it, then type: batchrun --config {_typed(path)} jobs"
+
+
+def _unusable(what: str, problems: Iterable[str], todo: str) -> ConfigurationError:
+    """Return a letter that lists problems."""
+    why = "\n".join(f"- {problem}" for problem in problems)
+    return ConfigurationError(what, why=why, unchanged="Nothing was changed.", todo=todo)
+
+
+# --- Trust: jobs are code -------------------------------------------------------------------------
+#
+# A file or folder is trusted if and only if it and the folders that contain it (the one it is named
+# in and, behind a symbolic link, the real one) belong to the current user or to root and nobody
+# else can write to them. A group may write only if it is the owner's private one (same name, no
+# other member: what useradd and umask 002 make; Debian's ssh judges so too). A containing folder
+# with the sticky bit (/tmp) may be written to: nobody can replace what is not theirs. Higher
+# folders are not looked at: their owner is trusted with the machine anyway.
+
+
+def check_trusted(path: Path, *, what: str, euid: int | None = None) -> None:
+    """Refuse a file or folder that another user could change or replace.
+
+    Args:
+        path: The file or folder.
+        what: Its name in the letter, such as "the jobs folder".
+        euid: The user who is to trust it; the current one if None.
+
+    Raises:
+        ConfigurationError: who can change it and the line that ends this.
+    """
+    me = os.geteuid() if euid is None else euid
+    try:
+        path.stat()  # a loop of links is an OSError here, but none in resolve()
+        real = path.resolve(strict=True)
+        places = dict.fromkeys((real, real.parent, path.absolute().parent))
+        found = {place: place.stat() for place in places}
+    except OSError as error:
+        raise ConfigurationError(
+            f"{what[0].upper()}{what[1:]} cannot be looked at: {path}.",
+            why=f"{error.strerror}.",
+            unchanged="Nothing was changed.",
+            todo=f"To see it, type: ls -ld {_typed(path.parent)} {_typed(path)}",
+        ) from error
+    for place, seen in found.items():
+        why, line = _distrust(place, seen, me, contains=place != real)
+        if why:
+            raise ConfigurationError(
+                f"Other users could change {what}: {path}.",
+                why=f"{place} {why}, and jobs are code that runs with your rights.",
+                unchanged="Nothing was changed.",
+                todo=f"To end this, type: {line}",
+            )
+
+
+def _distrust(place: Path, seen: os.stat_result, me: int, *, contains: bool) -> tuple[str, str]:
+    """Return why a place is not trusted and the line that mends it, or two empty strings."""
+    mode = stat.S_IMODE(seen.st_mode)
+    if seen.st_uid not in (me, 0):
+        owner = _user_name(seen.st_uid)
+        line = f"chown {_user_name(me)} {_typed(place)}" if me else f"sudo -u {owner} batchrun ..."
+        return f"belongs to {owner}", line
+    if contains and mode & stat.S_ISVTX:
+        return "", ""
+    others = "o" if mode & stat.S_IWOTH else ""
+    group = "g" if mode & stat.S_IWGRP and not _private_group(seen.st_uid, seen.st_gid) else ""
+    if not others and not group:
+        return "", ""
+    who = "everyone" if others else "its group"
+    return (
+        f"can be written to by {who} (mode {mode:04o})",
+        f"chmod {group}{others}-w {_typed(place)}",
+    )
+
+
+def _private_group(uid: int, gid: int) -> bool:
+    """Tell whether a group is its owner's alone."""
+    import grp
+
+    try:
+        group = grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return group.gr_name == _user_name(uid) and set(group.gr_mem) <= {group.gr_name}
+
+
+def _user_name(uid: int) -> str:
+    """Return a user's name, or the number of one without a name."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+# --- Settings: from TOML to the job's own dataclass ----------------------------------------------
+#
+# A setting's type is one of str, int, float, bool, Path, Decimal, date, datetime, Secret, Literal,
+# list[T], tuple[T, ...], dict[str, T], or a union of these and None. Nothing is guessed: an int is
+# no bool, "5" is no 5; only int to float and text to Path, Decimal and Secret are converted. A str
+# or Secret may be written { env = "NAME" } or { file = "PATH" }: it is read when the settings are
+# made, and masked from then on.
+
+
+def build_settings(
+    cls: type,
+    raw: Mapping[str, object],
+    *,
+    job: str,
+    overrides: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> object:
+    """Return an instance of a job's settings dataclass, each value of its declared type.
+
+    Args:
+        cls: The dataclass.
+        raw: The TOML values.
+        job: The configured job's name, for the letter.
+        overrides: Text from --set by name; lists by comma, true or false, none.
+        folder: What relative paths are relative to: the folder of the config file.
+
+    Raises:
+        ConfigurationError: one letter with everything missing, unknown or of a wrong type.
+    """
+    spoken = overrides or {}
+    given = {**raw, **spoken}
+    kinds = _declared(cls, job)
+    values, problems = _read_settings(given, spoken, kinds, folder or Path())
+    missing = [name for name in _needed(cls) if name not in given]
+    problems += [f"{name}: is missing; write: {_line(name, kinds, {})}" for name in missing]
+    if not problems:
+        try:
+            return cls(**values)
+        except ValueError as error:  # the job's own __post_init__
+            problems.append(mask_secrets(str(error)))
+    todo = f"Correct [jobs.{_bare(job)}] in the config file or the --set options; type it again."
+    raise _unusable(f"The settings of job {_quoted(job)} cannot be used.", problems, todo)
+
+
+def _read_settings(
+    given: Mapping[str, object],
+    spoken: Mapping[str, str],
+    kinds: Mapping[str, object],
+    folder: Path,
+) -> tuple[dict[str, object], list[str]]:
+    """Return the converted values by name, and what is wrong with the others."""
+    values: dict[str, object] = {}
+    problems: list[str] = []
+    for name, value in given.items():
+        if name not in kinds:
+            meant = _meant(name, [*kinds, *config_keys()["jobs.NAME"]])
+            problems.append(f"{name}: there is no such setting{meant}")
+            continue
+        try:
+            made = _converted(value, kinds[name], folder, spoken=name in spoken)
+        except ValueError as error:
+            problems.append(f"{name}: {error}; write: {_line(name, kinds, spoken)}")
+            continue
+        if isinstance(made, str) and looks_secret(name, ""):
+            remember_secret(made)
+        values[name] = made
+    return values, problems
+
+
+def _declared(cls: type, job: str) -> dict[str, object]:
+    """Return the type of each setting by name."""
+    from typing import get_type_hints
+
+    what = f"The settings class of job {_quoted(job)} cannot be used."
+    todo = "Correct the job's file, then type it again."
+    if not is_dataclass(cls):
+        raise _unusable(what, [f"{cls!r} is not a dataclass"], todo)
+    try:
+        hints = get_type_hints(cls)
+    except (NameError, TypeError) as error:
+        raise _unusable(what, [f"a type in it cannot be found: {error}"], todo) from error
+    kinds = {each.name: hints[each.name] for each in fields(cls) if each.init}
+    taken = [name for name in config_keys()["jobs.NAME"] if name in kinds]
+    if taken:
+        line = "is an option of batchrun; rename the setting"
+        raise _unusable(what, [f"{name}: {line}" for name in taken], todo)
+    return kinds
+
+
+def _needed(cls: Any) -> list[str]:
+    """Return the names of the settings without a default."""
+    return [
+        each.name
+        for each in fields(cls)
+        if each.init and each.default is MISSING and each.default_factory is MISSING
+    ]
+
+
+class _NoValueError(ValueError):
+    """A setting of a fitting type whose value cannot be had; says why."""
+
+
+@functools.cache
+def _scalars() -> dict[object, tuple[str, str, tuple[type, ...], Callable[[str], object]]]:
+    """Return by single type: its words, an example, TOML types it takes too, text to TOML."""
+    from datetime import date, datetime
+    from decimal import Decimal
+
+    def refused(_: str) -> object:
+        raise _NoValueError("a secret on a command line is seen by others; put it in the config")
+
+    truth = {"true": True, "false": False}
+    return {
+        str: ("text", '"..."', (), str),
+        int: ("a whole number", "3", (), int),
+        float: ("a number", "1.5", (int,), float),
+        bool: ("true or false", "true", (), lambda text: truth.get(text, text)),
+        Path: ("a path", '"folder/file"', (str,), str),
+        Decimal: ("a decimal number as text", '"1.50"', (str, int), str),
+        date: ("a date", "2026-01-31", (), date.fromisoformat),
+        datetime: ("a date and time", "2026-01-31T09:00:00Z", (), datetime.fromisoformat),
+        Secret: ("a secret", '{ env = "NAME" }', (str,), refused),
+        type(None): ("none", "none", (), lambda text: None if text == "none" else text),
+    }
+
+
+def _shape(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return what a type is made of: (list, (str,)), (Union, (int, NoneType)), (int, ())."""
+    from types import UnionType
+    from typing import Any, Union, get_args, get_origin
+
+    origin = get_origin(kind) or (object if kind is Any else kind)
+    return (Union if origin is UnionType else origin), get_args(kind)
+
+
+def _converted(value: object, kind: Any, folder: Path, *, spoken: bool) -> object:
+    """Return a value of the declared type from TOML or, if spoken, from the text of --set.
+
+    Raises:
+        ValueError: what is wanted.
+    """
+    from typing import Literal, Union
+
+    origin, args = _shape(kind)
+    convert = functools.partial(_converted, folder=folder, spoken=spoken)
+    if origin is Union:
+        return _first_fit(value, kind, args, convert)
+    if origin is Literal:
+        return _chosen(value, kind, args, spoken=spoken)
+    if origin in (list, tuple):
+        items = value.split(",") if spoken and isinstance(value, str) else value
+        if isinstance(items, list):
+            return origin(convert(each, (*args, object)[0]) for each in items)
+    if origin is dict and isinstance(value, dict):
+        return {name: convert(each, (*args, str, object)[1]) for name, each in value.items()}
+    return _converted_scalar(value, origin if origin is object else kind, folder, spoken=spoken)
+
+
+def _chosen(value: object, kind: Any, choices: Iterable[object], *, spoken: bool) -> object:
+    """Return the one of a Literal's values that is meant."""
+    for each in choices:
+        if (type(value), value) == (type(each), each) or (spoken and value == str(each)):
+            return each
+    raise ValueError(f"{_words(kind)} is wanted")
+
+
+def _first_fit(
+    value: object, kind: Any, kinds: Iterable[object], convert: Callable[[object, object], object]
+) -> object:
+    """Return the value as the first member of a union that it fits; none before text."""
+    for each in sorted(kinds, key=lambda each: each is not type(None)):
+        try:
+            return convert(value, each)
+        except _NoValueError:
+            raise
+        except ValueError:
+            continue
+    raise ValueError(f"{_words(kind)} is wanted")
+
+
+def _converted_scalar(value: object, kind: Any, folder: Path, *, spoken: bool) -> object:
+    """Return a single value of the declared type; ValueError says what is wanted."""
+    if kind is object:
+        return value
+    if kind not in _scalars():
+        raise ValueError(f"{_words(kind)} is wanted")
+    words, _, also, from_text = _scalars()[kind]
+    given = _spoken_value(str(value), words, from_text) if spoken else value
+    if kind in (str, Secret) and isinstance(given, dict):
+        given = _fetched(given, folder)
+    if type(given) not in (kind, *also):
+        raise ValueError(f"{words} is wanted")
+    if isinstance(given, str):
+        _remember_parts(given)
+    try:
+        made: Any = kind(given) if also else given
+    except ArithmeticError:  # Decimal
+        raise ValueError(f"{words} is wanted") from None
+    return folder / made if kind is Path else made
+
+
+def _spoken_value(text: str, words: str, from_text: Callable[[str], object]) -> object:
+    """Return the text of --set as TOML would have given it."""
+    try:
+        return from_text(text)
+    except _NoValueError:
+        raise
+    except ValueError:
+        raise ValueError(f"{words} is wanted") from None
+
+
+def _fetched(reference: dict[str, object], folder: Path) -> object:
+    """Return the text behind { env = "NAME" } or { file = "PATH" }, or a table that is neither."""
+    match list(reference.items()):
+        case [("env", str(name))]:
+            if name not in os.environ:
+                raise _NoValueError(f"the environment variable {name} is not set")
+            text = os.environ[name]
+        case [("file", str(name))]:
+            try:
+                text = (folder / name).read_text("utf-8").rstrip("\r\n")
+            except (OSError, UnicodeDecodeError) as error:
+                reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+                raise _NoValueError(f"{folder / name} cannot be read: {reason}") from None
+        case _:
+            return reference
+    remember_secret(text)
+    return text
+
+
+def _words(kind: Any) -> str:
+    """Return a type in the words of someone who writes TOML."""
+    from typing import Literal, Union
+
+    origin, args = _shape(kind)
+    plain = {list: "a list", tuple: "a list", dict: "a table"}
+    if origin is Union:
+        return " or ".join(_words(each) for each in args)
+    if origin is Literal:
+        return "one of " + ", ".join(json.dumps(each) for each in args)
+    if origin in plain:
+        return f"{plain[origin]} such as {_example(kind)}"
+    return _scalars()[kind][0] if kind in _scalars() else f"a type other than {kind!r}"
+
+
+def _example(kind: Any) -> str:
+    """Return a TOML value of a type."""
+    from typing import Literal
+
+    origin, args = _shape(kind)
+    if origin in (list, tuple):
+        return f"[{_example((*args, str)[0])}]"
+    if origin is dict:
+        return f"{{ name = {_example((*args, str, str)[1])} }}"
+    if origin is Literal:
+        return json.dumps(args[0])
+    return _scalars()[kind][1] if kind in _scalars() else _example((*args, str)[0])
+
+
+def _line(name: str, kinds: Mapping[str, object], spoken: Mapping[str, str]) -> str:
+    """Return the line that gives a setting a value, in the config file or on the command line."""
+    example = _example(kinds[name])
+    text = example.strip('"[]')
+    return f"--set {name}={text}" if name in spoken and text[0] != "{" else f"{name} = {example}"
+
+
+# --- Secrets and identity ------------------------------------------------------------------------
+
+_MASK = "***"
+_LEAST_CHARS = 4  # a shorter value would tear up text that has nothing to do with it
+_REMEMBERED: set[str] = set()  # the secrets this process has met, in the forms they are printed in
+
+
+class Secret:
+    """Text that is never shown: not in str(), repr(), f-strings, log, ledger or report."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        """Keep the text and has it masked wherever it appears from now on."""
+        self._text = text
+        remember_secret(text)
+
+    def reveal(self) -> str:
+        """Return the text itself."""
+        return self._text
+
+    def __repr__(self) -> str:
+        """Return the mask."""
+        return _MASK
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether both are secrets with the same text."""
+        return self._text == other._text if isinstance(other, Secret) else NotImplemented
+
+    def __hash__(self) -> int:
+        """Return the hash of the text."""
+        return hash(self._text)
+
+
+def remember_secret(value: str) -> None:
+    """Have a literal value masked from now on, also as Python, JSON and URLs write it.
+
+    Of a value of several lines each line is masked. Below 4 characters nothing is.
+    """
+    from urllib.parse import quote, unquote
+
+    for part in {value, *value.splitlines()}:
+        url = quote(part, safe="", errors="replace")
+        forms = (part, unquote(part), url, repr(part)[1:-1], json.dumps(part)[1:-1])
+        _REMEMBERED.update(form for form in forms if min(len(part), len(form)) >= _LEAST_CHARS)
+
+
+def mask_secrets(text: str) -> str:
+    """Return text with every secret in it as ***, and the rest exactly as it was.
+
+    Masked are values that were remembered, and by their form: the password in
+    scheme://user:pass@, what follows password=, token=, secret=, api_key= and names that end so
+    (also as "name": "value" and --name value), and Authorization values. Takes linear time and
+    raises nothing.
+    """
+    for secret in sorted(_REMEMBERED, key=len, reverse=True):
+        text = text.replace(secret, _MASK)
+    return _masked_by_form(text)
+
+
+def _masked_by_form(text: str) -> str:
+    """Return text with those secrets masked that their form gives away."""
+    for pattern in _secret_forms():
+        text = pattern.sub(rf"\g<1>{_MASK}", text)
+    return text
+
+
+_SECRET_NAME = (
+    r"(?:passw(?:or)?d|passphrase|pwd|(?<![a-z])pass|token|secret|credentials?"
+    r"|(?:api|access|private|secret)[_-]?key)[0-9]*"
+)
+
+
+@functools.cache
+def _secret_forms() -> tuple[re.Pattern[str], ...]:
+    """Return the patterns of secrets: group 1 stays, what group 2 matches is masked.
+
+    Linear: no two attempts of a pattern scan the same stretch without a bound (possessive ++).
+    """
+    import re
+
+    is_next = r"\\?[\"']?\s*[:=]\s*\\?[\"']?"  # also "name": "value", and inside JSON in a string
+    value = (
+        r"((?<=\\\")(?:[^\"\\\n]|\\\\)++"  # between backslash quotes
+        r"|(?<=\")(?<!\\\")(?:[^\"\\\n]|\\.)++"  # between double quotes, or cut off
+        r"|(?<=')(?:[^'\\\n]|\\.)++"
+        r"|(?<![\"'])(?![({\[=\\\"'])[^\s&;,]*[^\s&;,\"')}\]])"  # bare, without closing brackets
+    )
+    password = r"([^\s\"'<>/]+(?=@)|(?![0-9]{1,5}[/?#])[^\s\"'<>@]{1,256}(?=@))"
+    scheme = r"(?:(?:bearer|basic|digest|token|negotiate)\s+)?"
+    forms = (
+        rf"(://[^\s/:@\"']*:){password}",
+        rf"(authorization{is_next}{scheme})([^\s\"'\\,({{\[][^\s\"'\\,]*)",
+        r"(\bbearer\s+)([\w.~+/-]{8,}=*)",
+        rf"({_SECRET_NAME}{is_next}){value}",
+        rf"(--(?:[a-z0-9]+-)*{_SECRET_NAME}\s+)([^\s\"'-][^\s\"']*)",
+    )
+    return tuple(re.compile(form, re.IGNORECASE) for form in forms)
+
+
+def looks_secret(name: str, value: str) -> bool:
+    """Tell whether a setting's name or value looks like a secret, so that --set must refuse it."""
+    import re
+
+    named_so = re.search(rf"{_SECRET_NAME}\Z", name, re.IGNORECASE)
+    return bool(named_so) or _masked_by_form(value) != value
+
+
+def _remember_parts(value: str) -> None:
+    """Have the passwords inside a setting masked, also where they appear alone.
+
+    Not those that the setting shows elsewhere (postgres://stock:stock@h/stock): they are words.
+    """
+    for pattern in _secret_forms():
+        for found in pattern.finditer(value):
+            if value.count(found[2]) == 1:
+                remember_secret(found[2])
+
+
+def identity(settings: object, *, folder: Path | None = None) -> dict[str, str]:
+    """Return by name a digest (16 hex digits) of each setting that makes a run what it is.
+
+    Left out: secrets, settings named like secrets, and fields marked
+    field(metadata={"identity": False}). Passwords inside other settings are masked first. Paths
+    below folder (of the config file) count relative to it, so that a deploy into another folder
+    is no change.
+    """
+    import hashlib
+
+    def canonical(value: object) -> str:
+        text = json.dumps(value, sort_keys=True, default=lambda each: _plain(each, folder))
+        return hashlib.sha256(_masked_by_form(text).encode()).hexdigest()[:16]
+
+    values = {
+        each.name: getattr(settings, each.name)
+        for each in (fields(settings) if is_dataclass(settings) else ())
+        if each.metadata.get("identity", True) and not looks_secret(each.name, "")
+    }
+    return {name: canonical(v) for name, v in values.items() if not isinstance(v, Secret)}
+
+
+def _plain(value: object, folder: Path | None) -> object:
+    """Return a value that JSON does not know as one it knows."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if isinstance(value, Path) and folder is not None and value.is_relative_to(folder):
+        return value.relative_to(folder).as_posix()
+    return str(value)
+
+
+def settings_digest(settings: object, *, folder: Path | None = None) -> str:
+    """Return the digest (64 hex digits) of a job's settings; see identity()."""
+    import hashlib
+
+    text = json.dumps(identity(settings, folder=folder), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def changed_settings(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """Return the sorted names of settings that differ between two identities."""
+    return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+
+
+# ======================================================================================
+# 4. Checkpoints: where to go on
+# ======================================================================================
+#
+# state/checkpoints/JOB/RUN.json is one header line and one body:
+#
+#   batchrun-checkpoint FORMAT SHA256 LENGTH\n      SHA256 and LENGTH (bytes) of the body
+#   {                                               the body: a JSON object, one field a line,
+#   "ledger": "...",                                ended by a newline; nothing follows it
+#   ...}
+#
+# A checkpoint is valid if and only if the header has these four words, FORMAT is known, the body
+# has exactly LENGTH bytes, its SHA-256 is SHA256, nothing follows, and the body has every field
+# of `Checkpoint` with its type and no other. The same function judges it before it is written and
+# after it is read.
+#
+# SHA256 is the commit's hash. Each body carries `previous`, the hash of the commit before it, so
+# the commits of a run are a chain; commit 1 hangs on `first_hash`, made from the ledger's uuid,
+# the run and the settings.
+
+CHECKPOINT_MAGIC = "batchrun-checkpoint"
+CHECKPOINT_FORMAT = 1
+CHECKPOINT_MAX_BYTES = 1_048_576
+CURSOR_MAX_BYTES = 65_536
+PLAIN_INT_MAX = 2**53
+
+_compact = json.JSONEncoder(ensure_ascii=False, separators=(", ", ": "), allow_nan=False).encode
+
+
+class CursorError(JobError):
+    """A cursor that cannot be stored and read back as the same value."""
+
+
+def encode_cursor(value: object) -> str:
+    """Return a cursor as JSON text that `decode_cursor` turns back into the same value.
+
+    Text, truth values, None, lists and integers below 2**53 stand as they are; every other type
+    is `{"$type": text}`.
+
+    Raises:
+        CursorError: a type without an encoding, NaN or infinity, or more than 64 KB.
+    """
+    try:
+        text = _compact(_to_plain(value))
+    except ValueError as error:
+        raise CursorError(f"The cursor {value!r} cannot be stored: {error}.") from error
+    if len(text) > CURSOR_MAX_BYTES:
+        raise CursorError(f"The cursor takes {len(text)} bytes; {CURSOR_MAX_BYTES} are allowed.")
+    return text
+
+
+def decode_cursor(text: str) -> Any:
+    """Return the value that `encode_cursor` was given."""
+    return _from_plain(json.loads(text))
+
+
+def require_round_trip(value: object) -> None:
+    """Refuse a cursor that would come back as another value or another type.
+
+    Raises:
+        CursorError: says which value, and what it would have become.
+    """
+    back = decode_cursor(encode_cursor(value))
+    if type(back) is not type(value) or back != value or _offset(back) != _offset(value):
+        raise CursorError(
+            f"The cursor {value!r} would come back as {back!r}.",
+            why="Going on from it would skip or repeat records.",
+            unchanged="Nothing was committed.",
+            todo="Use int, str, bytes, bool, float, Decimal, date, datetime, UUID, or tuples.",
+        )
+
+
+def _offset(value: object) -> object:
+    """Return what two equal datetimes may still differ in."""
+    return (getattr(value, "utcoffset", lambda: None)(), getattr(value, "fold", 0))
+
+
+def _to_plain(value: Any) -> Any:
+    """Return the JSON form of a cursor value."""
+    kind = type(value).__name__
+    if value is None or kind in ("str", "bool") or (kind == "int" and abs(value) < PLAIN_INT_MAX):
+        return value
+    if kind == "list":
+        return list(map(_to_plain, value))
+    if kind not in _TAGGED:
+        message = f"{kind} is not a cursor type"
+        raise ValueError(message)
+    return {f"${kind}": _TAGGED[kind][0](value)}
+
+
+def _from_plain(plain: Any) -> Any:
+    """Return the cursor value of its JSON form."""
+    if isinstance(plain, list):
+        return list(map(_from_plain, plain))
+    if not isinstance(plain, dict):
+        return plain
+    ((tag, inner),) = plain.items()
+    return _TAGGED[tag[1:]][1](inner)
+
+
+def _finite_hex(value: float) -> str:
+    if value - value != 0:
+        message = "NaN and infinity have no place in an order"
+        raise ValueError(message)
+    return value.hex()
+
+
+def _decimal_of(text: str) -> Any:
+    from decimal import Decimal  # only where a cursor is one
+
+    return Decimal(text)
+
+
+def _uuid_of(text: str) -> Any:
+    from uuid import UUID  # only where a cursor is one
+
+    return UUID(text)
+
+
+# Type -> how a value becomes JSON, and how it comes back.
+_TAGGED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "int": (str, int),
+    "float": (_finite_hex, float.fromhex),
+    "bytes": (bytes.hex, bytes.fromhex),
+    "tuple": (
+        lambda items: list(map(_to_plain, items)),
+        lambda items: tuple(map(_from_plain, items)),
+    ),
+    "dict": (
+        lambda items: [list(map(_to_plain, pair)) for pair in items.items()],
+        lambda pairs: dict(map(_from_plain, pairs)),
+    ),
+    "datetime": (
+        lambda moment: [moment.isoformat(), moment.fold],
+        lambda parts: datetime.fromisoformat(parts[0]).replace(fold=parts[1]),
+    ),
+    "date": (date.isoformat, date.fromisoformat),
+    "Decimal": (str, _decimal_of),
+    "UUID": (str, _uuid_of),
+}
+
+
+class BrokenCheckpoint(BatchrunError):
+    """A checkpoint file that is not valid; says in which way."""
+
+    exit_code = ExitCode.PERSON_NEEDED
+
+
+class NewerFormat(StateDirectoryError):
+    """A file that a newer batchrun wrote; it is not touched."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a run goes on: the body of one checkpoint file.
+
+    Attributes:
+        ledger: uuid of the ledger this belongs to.
+        event: newest event id known to the writer.
+        operation: newest operation id known to the writer.
+        number: commit number, from 1.
+        kind: what the commit was: `batch`, `loop` (the end of one) or `step`.
+        loop: the loop or step that the commit belongs to.
+        cursor: encoded cursor of that loop after the commit; `null` before its first record.
+        ended: whether the source said that nothing follows.
+        passed: finished loops and steps in order, `["loop", name]` or `["step", name, result]`.
+        marks: loop or step -> number last marked in its target.
+        totals: records `read` and `rejected`, `batches`, and the job's own counts, over the run.
+        link: read, rejected, counts, first and last key (encoded) and duration of this commit.
+        source: fingerprint of the loop's source, if it has one.
+        settings: digest of the settings.
+        previous: hash of the commit before; of the run's beginning for commit 1.
+        at: wall time.
+    """
+
+    ledger: str
+    event: int
+    operation: int
+    job: str
+    job_version: int
+    run: str
+    generation: int
+    number: int
+    kind: str
+    loop: str
+    cursor: str
+    ended: bool
+    passed: list[list[Any]]
+    marks: dict[str, int]
+    totals: dict[str, Any]
+    link: dict[str, Any]
+    source: str | None
+    settings: str
+    previous: str
+    at: str
+
+
+CHECKPOINT_FIELDS: dict[str, tuple[type, ...]] = {
+    name: {"int": (int,), "str": (str,), "bool": (bool,), "str | None": (str, type(None))}.get(
+        annotation, (list,) if annotation.startswith("list") else (dict,)
+    )
+    for name, annotation in Checkpoint.__annotations__.items()
+}
+
+
+def first_hash(ledger: str, run: str, settings: str) -> str:
+    """Return the hash that commit 1 of a run hangs on."""
+    return hashlib.sha256(f"{ledger}\n{run}\n{settings}".encode()).hexdigest()
+
+
+def checkpoint_bytes(checkpoint: Checkpoint) -> tuple[bytes, str]:
+    """Return a checkpoint as the bytes of its file, and its hash; both are verified first."""
+    fields = ",\n".join(f'"{name}": {_compact(item)}' for name, item in vars(checkpoint).items())
+    body = f"{{\n{fields}\n}}\n".encode()
+    digest = hashlib.sha256(body).hexdigest()
+    content = f"{CHECKPOINT_MAGIC} {CHECKPOINT_FORMAT} {digest} {len(body)}\n".encode() + body
+    if parse_checkpoint(content)[0] != checkpoint:
+        message = "The checkpoint would not read back as it was written."
+        raise CursorError(message, unchanged="Nothing was committed.")
+    return content, digest
+
+
+def parse_checkpoint(content: bytes) -> tuple[Checkpoint, str]:
+    """Return the checkpoint that the bytes of a file hold, and its hash.
+
+    Raises:
+        BrokenCheckpoint: the bytes are not a valid checkpoint; says why.
+        NewerFormat: a newer batchrun wrote it.
+    """
+    header, newline, body = content.partition(b"\n")
+    words = header.decode("ascii", "replace").split(" ")
+    if not newline or len(words) != 4 or words[0] != CHECKPOINT_MAGIC or not words[1].isdecimal():
+        message = "it does not begin with a checkpoint's header"
+        raise BrokenCheckpoint(message)
+    if int(words[1]) > CHECKPOINT_FORMAT:
+        message = f"it has format {words[1]}; this batchrun knows {CHECKPOINT_FORMAT}"
+        raise NewerFormat(message)
+    digest = hashlib.sha256(body).hexdigest()
+    if words[3] != str(len(body)) or words[2] != digest:
+        message = f"torn or changed: {len(body)} bytes of body, {words[3]} were written"
+        raise BrokenCheckpoint(message)
+    return _checkpoint_of(body), digest
+
+
+def _checkpoint_of(body: bytes) -> Checkpoint:
+    """Return a body as a checkpoint, or say which field is wrong."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        message = "its body is not JSON"
+        raise BrokenCheckpoint(message) from error
+    if not isinstance(fields, dict) or fields.keys() != CHECKPOINT_FIELDS.keys():
+        message = "its body has not the fields of a checkpoint"
+        raise BrokenCheckpoint(message)
+    for name, kinds in CHECKPOINT_FIELDS.items():
+        if type(fields[name]) not in kinds:
+            message = f"its field `{name}` has the wrong type"
+            raise BrokenCheckpoint(message)
+    return Checkpoint(**fields)
+
+
+class CheckpointStore:
+    """The checkpoint files of one job, in a folder of their own.
+
+    Every file is replaced whole by rename; whoever writes holds the job's lock.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._directory = -1
+
+    def open(self) -> None:
+        """Make the folder if it is not there, and hold it open."""
+        if self._directory < 0:
+            make_private_folder(self.folder.parent)
+            make_private_folder(self.folder)
+            ways = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._directory = os.open(self.folder, ways)
+
+    def path(self, run: str) -> Path:
+        """Return where the checkpoint of a run is."""
+        return self.folder / f"{run}.json"
+
+    def runs(self) -> list[str]:
+        """Return the runs that have a checkpoint file here."""
+        try:
+            return sorted(p.stem for p in self.folder.iterdir() if p.suffix == ".json")
+        except FileNotFoundError:
+            return []
+
+    def read(self, run: str) -> bytes | None:
+        """Return the bytes of a run's checkpoint file, or None if there is no file.
+
+        Raises:
+            BrokenCheckpoint: what stands there is no regular file of a sensible size.
+        """
+        ways = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            descriptor = os.open(self.path(run), ways)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                message = "it is a link, a directory or a pipe, not a file"
+                raise BrokenCheckpoint(message) from error
+            raise
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                message = "it is a directory or a pipe, not a file"
+                raise BrokenCheckpoint(message)
+            return file.read(CHECKPOINT_MAX_BYTES)
+
+    def prepare(self, run: str, content: bytes) -> str:
+        """Make the bytes of a checkpoint durable under a temporary name; return that name."""
+        return prepare_file(self._directory, f"{run}.json", content)
+
+    def publish(self, run: str, temporary: str, number: int = 0) -> None:
+        """Put prepared bytes in place. This rename is the commit."""
+        reach("checkpoint.rename", number)
+        os.rename(
+            temporary,
+            f"{run}.json",
+            src_dir_fd=self._directory,
+            dst_dir_fd=self._directory,
+        )
+        reach("checkpoint.fsync", number)
+        os.fsync(self._directory)
+
+    def discard(self, temporary: str) -> None:
+        """Remove prepared bytes that were not put in place."""
+        discard_file(self._directory, temporary)
+
+    def replace(self, run: str, content: bytes) -> None:
+        """Write a run's checkpoint anew, in a new inode."""
+        self.publish(run, self.prepare(run, content))
+
+    def remove(self, run: str) -> None:
+        """Remove the checkpoint of a run that can need it no more."""
+        self.path(run).unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove temporary files that killed writers left; only under the job's lock."""
+        for path in self.folder.glob(f".*{TEMPORARY_SUFFIX}"):
+            path.unlink(missing_ok=True)
+
+
+# ======================================================================================
+# 5. Ledger: what happened
+# ======================================================================================
+#
+# One SQLite file, state/ledger.db, in WAL mode with synchronous=FULL: a commit that was
+# acknowledged survives a power cut. Rules that hold for every public method that writes:
+#
+#   one verb, one transaction   BEGIN IMMEDIATE, short, never around the job's code
+#   one state change            as compare-and-set; 0 rows = IllegalTransition or LostOwnership
+#   one event                   an AUTOINCREMENT id is the ledger's clock; wall time is a label
+#
+# A ledger is ours if and only if application_id and user_version are known and the one row of the
+# table `ledger` is there. It is made only where there is none and no checkpoint either: a ledger
+# that lost its rows looks healthy to SQLite, and only the checkpoints can tell.
+#
+# A COMMIT that raised may have happened. It is never repeated in the same process: the process
+# ends, and the next start finds out. The connection is not usable in a forked child.
+
+APPLICATION_ID = 0x62726E31
+SCHEMA_VERSION = 1
+SQLITE_OLDEST = (3, 51, 3)
+SQLITE_WITHDRAWN = (3, 52)
+BUSY_LIMIT_S = 10.0
+BUSY_STEP_S = 0.01
+
+SCHEMA = """
+CREATE TABLE ledger (uuid TEXT NOT NULL, created_at TEXT NOT NULL) STRICT;
+CREATE TABLE edge (
+  from_state TEXT NOT NULL, to_state TEXT NOT NULL, sentence TEXT NOT NULL,
+  PRIMARY KEY (from_state, to_state)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE run (
+  key INTEGER PRIMARY KEY AUTOINCREMENT,
+  id TEXT NOT NULL UNIQUE,
+  job TEXT NOT NULL,
+  state TEXT NOT NULL,
+  reason TEXT NOT NULL DEFAULT '',
+  request TEXT,
+  generation INTEGER NOT NULL DEFAULT 0,
+  created_at TEXT NOT NULL,
+  changed_at TEXT NOT NULL,
+  ended_at TEXT,
+  number INTEGER NOT NULL DEFAULT 0,
+  hash TEXT NOT NULL DEFAULT '',
+  checkpoint BLOB,
+  batches INTEGER NOT NULL DEFAULT 0,
+  read INTEGER NOT NULL DEFAULT 0,
+  rejected INTEGER NOT NULL DEFAULT 0,
+  expected INTEGER,
+  counts TEXT NOT NULL DEFAULT '{}',
+  settings TEXT NOT NULL DEFAULT '{}',
+  overrides TEXT NOT NULL DEFAULT '{}',
+  job_version INTEGER,
+  fresh_in_a_row INTEGER NOT NULL DEFAULT 0,
+  read_s REAL NOT NULL DEFAULT 0,
+  work_s REAL NOT NULL DEFAULT 0,
+  own_s REAL NOT NULL DEFAULT 0,
+  error TEXT
+) STRICT;
+CREATE UNIQUE INDEX one_unfinished_run_a_job ON run (job)
+  WHERE state NOT IN ('succeeded', 'cancelled');
+CREATE INDEX run_of_job ON run (job, key);
+CREATE TABLE attempt (
+  run INTEGER NOT NULL REFERENCES run, generation INTEGER NOT NULL,
+  supervisor_pid INTEGER NOT NULL, supervisor_ticks INTEGER NOT NULL, boot_id TEXT NOT NULL,
+  worker_pid INTEGER, worker_ticks INTEGER,
+  began_at TEXT NOT NULL, ended_at TEXT,
+  ending TEXT, exit_code INTEGER, signal INTEGER,
+  error TEXT, unchanged TEXT, todo TEXT,
+  peak_rss_bytes INTEGER, from_number INTEGER NOT NULL, to_number INTEGER,
+  releases TEXT NOT NULL DEFAULT '[]', log TEXT,
+  PRIMARY KEY (run, generation)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE batch (
+  run INTEGER NOT NULL REFERENCES run, number INTEGER NOT NULL,
+  generation INTEGER NOT NULL, kind TEXT NOT NULL, loop TEXT NOT NULL, cursor TEXT NOT NULL,
+  first_key TEXT, last_key TEXT, read INTEGER NOT NULL, rejected INTEGER NOT NULL,
+  counts TEXT NOT NULL, hash TEXT NOT NULL, at TEXT NOT NULL, elapsed_s REAL NOT NULL,
+  PRIMARY KEY (run, number)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE reject (
+  run INTEGER NOT NULL REFERENCES run, number INTEGER NOT NULL, generation INTEGER NOT NULL,
+  place INTEGER NOT NULL, loop TEXT NOT NULL, record TEXT NOT NULL, reason TEXT NOT NULL,
+  at TEXT NOT NULL, confirmed INTEGER NOT NULL DEFAULT 0,
+  PRIMARY KEY (run, number, generation, place)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE event (
+  id INTEGER PRIMARY KEY AUTOINCREMENT,
+  at TEXT NOT NULL, run INTEGER REFERENCES run, job TEXT,
+  who TEXT NOT NULL, what TEXT NOT NULL, why TEXT NOT NULL DEFAULT ''
+) STRICT;
+CREATE INDEX event_of_run ON event (run, id);
+CREATE INDEX event_of_job ON event (job, id);
+CREATE TRIGGER run_begins_as BEFORE INSERT ON run
+  WHEN NOT EXISTS (SELECT 1 FROM edge WHERE from_state = 'new' AND to_state = NEW.state)
+  BEGIN SELECT RAISE(ABORT, 'illegal transition: a run does not begin like this'); END;
+CREATE TRIGGER run_goes_on_as BEFORE UPDATE OF state ON run
+  WHEN NOT EXISTS (SELECT 1 FROM edge WHERE from_state = OLD.state AND to_state = NEW.state)
+  BEGIN SELECT RAISE(ABORT, 'illegal transition: no edge between these states'); END;
+CREATE TRIGGER events_stay BEFORE DELETE ON event
+  WHEN OLD.id = (SELECT max(id) FROM event)
+  BEGIN SELECT RAISE(ABORT, 'the newest event is the ledger''s clock'); END;
+"""
+
+# One entry a step: MIGRATIONS[n] turns a ledger of user_version n into n + 1.
+MIGRATIONS: dict[int, str] = {}
+
+RUN_COLUMNS = ", ".join(name for name in Run.__annotations__)
+ATTEMPT_COLUMNS = (
+    "generation, supervisor_pid, supervisor_ticks, boot_id, worker_pid, worker_ticks, began_at,"
+    " ended_at, ending, exit_code, signal, error, unchanged, todo, peak_rss_bytes, from_number,"
+    " to_number, releases, log"
+)
+BATCH_COLUMNS = ", ".join(name for name in BatchRow.__annotations__)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A run that this process owns: what `admit` gives.
+
+    Attributes:
+        run: the run as it stands after the admission, in state `reserved`.
+        generation: the number that fences every write of this owner.
+        said: what a person should be told (going on, repairs), in order.
+    """
+
+    run: Run
+    generation: int
+    said: list[str]
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """How an attempt ended, in the words that are kept.
+
+    Attributes:
+        reason: why the run is paused, where it is.
+    """
+
+    ending: Ending
+    exit_code: ExitCode
+    reason: Reason = Reason.NONE
+    error: str = ""
+    unchanged: str = ""
+    todo: str = ""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What recovery decided about a run's ledger rows and its checkpoint file.
+
+    Attributes:
+        said: one line for a person; empty if all agreed.
+        forward: a commit that the ledger lacks and the checkpoint proves.
+        content: bytes to write as the checkpoint file anew, or None to leave it.
+    """
+
+    said: str = ""
+    forward: Checkpoint | None = None
+    content: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What the commits of a run stand on.
+
+    Attributes:
+        settings: name -> digest of each setting that belongs to the run's identity.
+        first_hash: what commit 1 hangs on.
+    """
+
+    settings: dict[str, str]
+    job_version: int
+    first_hash: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start, as an admission judges it.
+
+    Attributes:
+        owner: the supervisor.
+        who: the same in words, for events.
+        run_id: the id for a new run.
+        log: path of the attempt's log file, `{run}` standing for the run's id.
+        only_resume: whether no new run is to begin if nothing is unfinished.
+        fresh: whether an unfinished run is to be cancelled first, with `fresh_reason`.
+        require_admission: raises if the maintenance lockfile is there.
+        require_may_go_on: raises if the unfinished run needs a person.
+        write_checkpoint: writes a run's checkpoint anew.
+    """
+
+    owner: ProcessIdentity
+    who: str
+    run_id: str
+    log: str
+    require_admission: Callable[[], None]
+    require_may_go_on: Callable[[Run], None]
+    write_checkpoint: Callable[[str, bytes], None]
+    overrides: dict[str, str] = field(default_factory=dict)
+    accept_settings: bool = False
+    only_resume: bool = False
+    fresh: bool = False
+    fresh_reason: str = "a fresh start was asked for"
+    fresh_in_a_row: int = 0
+
+
+# The edge that honours a request clears it; a new attempt outdates a pause, never a cancel.
+HONOURED_BY = {RunState.PAUSED: Request.PAUSE, RunState.RESERVED: Request.PAUSE}
+
+
+class Ledger:
+    """What happened, in verbs: each public method that writes is one transaction.
+
+    Use `open_ledger`. One process, one connection; never shared with a forked child.
+    """
+
+    def __init__(self, path: Path, host: Host, connection: apsw.Connection) -> None:
+        self.path, self._host, self._connection = path, host, connection
+        self._sql: Callable[..., Any] = connection.execute
+        self._pid = os.getpid()
+        self._waiting_since = 0.0
+        connection.set_busy_handler(self._wait_for_the_other_writer)
+        self.uuid: str = ""
+
+    # -- the connection ---------------------------------------------------------------
+
+    def _wait_for_the_other_writer(self, tries: int) -> bool:
+        """Sleep a little in Python, where signals are handled, and give up after the limit."""
+        now = self._host.monotonic()
+        if tries == 0:
+            self._waiting_since = now
+        if now - self._waiting_since > BUSY_LIMIT_S:
+            return False
+        self._host.sleep(BUSY_STEP_S)
+        return True
+
+    def close(self) -> None:
+        """Close the connection; a ledger that belongs to a parent process is left alone."""
+        if self._pid == os.getpid():
+            self._connection.close(force=True)
+
+    def make_durable(self) -> None:
+        """Move everything from the WAL into the ledger's own pages and sync them.
+
+        Raises:
+            StateDirectoryError: the disk refused; what was read may not be on it.
+        """
+        with self._letters():
+            self._connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+
+    @contextlib.contextmanager
+    def _letters(self) -> Iterator[None]:
+        """Turn what SQLite raises into letters."""
+        if self._pid != os.getpid():
+            message = "The ledger was opened by another process and is not used in its children."
+            raise JobError(message, todo="Start children with subprocess, not by fork.")
+        try:
+            yield
+        except apsw.Error as error:
+            raise ledger_letter(error, self.path, self._host) from error
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold the write lock for one short transaction.
+
+        Raises:
+            OutcomeUnknown: the COMMIT raised; only the next start can tell what happened.
+        """
+        with self._letters():
+            self._sql("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._roll_back()
+                raise
+            try:
+                self._sql("COMMIT")
+            except apsw.Error as error:
+                self._roll_back()
+                raise OutcomeUnknown(
+                    f"The ledger's COMMIT failed: {error}",
+                    why="Whether it is on the disk cannot be known from here.",
+                    unchanged="The next start finds out from what is really there.",
+                    todo=f"Check the disk of {self.path.parent}, then run `batchrun resume`.",
+                ) from error
+
+    def _roll_back(self) -> None:
+        with contextlib.suppress(apsw.Error):
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+
+    def _rows(self, sql: str, *bindings: object) -> list[Any]:
+        with self._letters():
+            return self._connection.execute(sql, bindings).fetchall()
+
+    # -- reading ----------------------------------------------------------------------
+
+    def run(self, key: int) -> Run:
+        """Return a run as it stands now."""
+        return self._runs("WHERE key = ?", key)[0]
+
+    def unfinished(self, job: str) -> Run | None:
+        """Return the one unfinished run of a job."""
+        found = self._runs("WHERE job = ? AND state NOT IN ('succeeded', 'cancelled')", job)
+        return found[0] if found else None
+
+    def all_unfinished(self) -> list[Run]:
+        """Return every unfinished run, oldest first."""
+        return self._runs("WHERE state NOT IN ('succeeded', 'cancelled') ORDER BY key")
+
+    def latest(self, job: str) -> Run | None:
+        """Return a job's newest run."""
+        found = self._runs("WHERE job = ? ORDER BY key DESC LIMIT 1", job)
+        return found[0] if found else None
+
+    def last_success(self, job: str) -> Run | None:
+        """Return a job's newest run that succeeded."""
+        where = "WHERE job = ? AND state = 'succeeded' ORDER BY key DESC LIMIT 1"
+        found = self._runs(where, job)
+        return found[0] if found else None
+
+    def runs_like(self, prefix: str) -> list[Run]:
+        """Return the runs whose id begins so, at most a few."""
+        return self._runs("WHERE id >= ? AND id < ? || 'zzz' LIMIT 5", prefix, prefix)
+
+    def _runs(self, where: str, *bindings: object) -> list[Run]:
+        rows = self._rows(f"SELECT {RUN_COLUMNS} FROM run {where}", *bindings)
+        return [run_of(row) for row in rows]
+
+    def attempts(self, run: Run) -> list[Attempt]:
+        """Return a run's attempts, oldest first."""
+        where = "FROM attempt WHERE run = ? ORDER BY generation"
+        return [attempt_of(row) for row in self._rows(f"SELECT {ATTEMPT_COLUMNS} {where}", run.key)]
+
+    def last_attempt(self, run: Run) -> Attempt | None:
+        """Return a run's newest attempt."""
+        where = "FROM attempt WHERE run = ? ORDER BY generation DESC LIMIT 1"
+        rows = self._rows(f"SELECT {ATTEMPT_COLUMNS} {where}", run.key)
+        return attempt_of(rows[0]) if rows else None
+
+    def commit_row(self, run: Run, number: int) -> BatchRow | None:
+        """Return the row of one commit of a run."""
+        where = "FROM batch WHERE run = ? AND number = ?"
+        rows = self._rows(f"SELECT {BATCH_COLUMNS} {where}", run.key, number)
+        return batch_of(rows[0]) if rows else None
+
+    def commit_rows(self, run: Run) -> Iterator[BatchRow]:
+        """Yield the commits of a run in order."""
+        where = "FROM batch WHERE run = ? ORDER BY number"
+        with self._letters():
+            for row in self._connection.execute(f"SELECT {BATCH_COLUMNS} {where}", (run.key,)):
+                yield batch_of(row)
+
+    def rejects(self, run: Run) -> list[tuple[int, str, str]]:
+        """Return the rejected records of a run: commit number, record, reason."""
+        sql = "SELECT number, record, reason FROM reject WHERE run = ? AND confirmed ORDER BY 1"
+        return self._rows(sql, run.key)
+
+    def newest_event(self) -> int:
+        """Return the highest event id that was ever given."""
+        rows = self._rows("SELECT seq FROM sqlite_sequence WHERE name = 'event'")
+        return int(rows[0][0]) if rows else 0
+
+    def events(self, run: Run | None = None, *, job: str | None = None) -> list[Event]:
+        """Return events in the order of their ids: of a run, of a job, or all."""
+        column, bound = ("run", run.key) if run else ("job", job)
+        where = "" if run is None and job is None else f"WHERE e.{column} = ?"
+        sql = (
+            "SELECT e.id, e.at, r.id, e.job, e.who, e.what, e.why"
+            f" FROM event e LEFT JOIN run r ON r.key = e.run {where} ORDER BY e.id"
+        )
+        return [Event(*row) for row in self._rows(sql, *([bound] if where else []))]
+
+    def said_since(self, run: Run, event: int) -> list[Event]:
+        """Return the lines for people that were recorded after an event."""
+        sql = (
+            "SELECT id, at, ?, job, who, what, why FROM event"
+            " WHERE run = ? AND id > ? AND what = 'said' ORDER BY id"
+        )
+        return [Event(*row) for row in self._rows(sql, run.id, run.key, event)]
+
+    def refused_since_success(self, job: str) -> int:
+        """Return how many starts of a job were refused since it last succeeded."""
+        last = self.last_success(job)
+        sql = (
+            "SELECT count(*) FROM event WHERE job = ? AND what LIKE 'refused%' AND id >"
+            " coalesce((SELECT max(id) FROM event WHERE run = ?), 0)"
+        )
+        return int(self._rows(sql, job, last.key if last else None)[0][0])
+
+    # -- verbs: admission and the ends of attempts ---------------------------------------
+
+    def note(
+        self, who: str, what: str, why: str = "", *, job: str | None = None, run: Run | None = None
+    ) -> int:
+        """Record something that changes no run, such as a refused start; return the event's id."""
+        with self._writing():
+            key, job = (run.key, run.job) if run else (None, job)
+            return self._event(key, job, who, what, why)
+
+    def admit(self, job: str, start: Start, agree: Callable[[Run], Agreement]) -> Admission:
+        """Take the job's unfinished run, or begin a new one, under a new generation.
+
+        Everything is judged inside the transaction: a start that loses a race sees the winner.
+
+        Args:
+            job: the configured job, whose lock the caller holds.
+            start: who starts, and how.
+            agree: judges ledger and checkpoint of a run, writes nothing, raises to refuse.
+
+        Raises:
+            MaintenanceOn: the lockfile was there at the admission itself.
+            PersonNeeded: the run may not go on unasked.
+        """
+        with self._writing():
+            start.require_admission()
+            reach("admit.judged")
+            said: list[str] = []
+            run = self._unfinished_now(job)
+            if run is not None:
+                run = self._settled(run, start, said)
+            if run is not None and run.finished and start.only_resume:
+                return Admission(run, 0, said)
+            if run is None or run.finished:
+                run = self._insert_run(job, start)
+            else:
+                self._take_over(run, start, agree(run), said)
+            generation = self._insert_attempt(run, start)
+            reach("admit.commit")
+        reach("admit.committed")
+        return Admission(self.run(run.key), generation, said)
+
+    def _unfinished_now(self, job: str) -> Run | None:
+        sql = (
+            f"SELECT {RUN_COLUMNS} FROM run WHERE job = ?"
+            " AND state NOT IN ('succeeded', 'cancelled')"
+        )
+        row = self._sql(sql, (job,)).fetchone()
+        return run_of(row) if row else None
+
+    def _insert_run(self, job: str, start: Start) -> Run:
+        """Insert a new run in state `reserved`."""
+        now = self._host.now()
+        row = self._sql(
+            "INSERT INTO run (id, job, state, created_at, changed_at, overrides, fresh_in_a_row)"
+            f" VALUES (?, ?, 'reserved', ?, ?, ?, ?) RETURNING {RUN_COLUMNS}",
+            (start.run_id, job, now, now, _compact(start.overrides), start.fresh_in_a_row),
+        ).fetchone()
+        self._event(run_of(row).key, job, start.who, "started", TRANSITIONS[NEW, "reserved"])
+        return run_of(row)
+
+    def _settled(self, run: Run, start: Start, said: list[str]) -> Run:
+        """Bring a run whose owner is gone to the state that its last attempt earned."""
+        if run.state in (RunState.RESERVED, RunState.RUNNING):
+            self._settle(run, AttemptEnd(Ending.DIED, ExitCode.FAILED), start.who)
+            run = self._read_again(run.key)
+            said.append(f"run {run.id} was left by its owner: {run.state}")
+        if not run.finished and (start.fresh or run.request == Request.CANCEL):
+            why = start.fresh_reason if start.fresh else "cancelling was asked for before it ended"
+            self._cancel(run, start.who, why)
+            run = self._read_again(run.key)
+            said.append(f"run {run.id} cancelled: {why}")
+        if not run.finished:
+            start.require_may_go_on(run)
+        return run
+
+    def _take_over(self, run: Run, start: Start, agreement: Agreement, said: list[str]) -> None:
+        """Bring an unfinished run to `reserved`, with ledger and checkpoint made to agree."""
+        if agreement.forward is not None:
+            self._roll_forward(run, agreement.forward)
+        self._move(run, RunState.RESERVED, who=start.who, why=agreement.said)
+        self._set_overrides(run, start)
+        if agreement.content is not None:
+            start.write_checkpoint(run.id, agreement.content)
+        if agreement.said:
+            said.append(agreement.said)
+
+    def _read_again(self, key: int) -> Run:
+        sql = f"SELECT {RUN_COLUMNS} FROM run WHERE key = ?"
+        return run_of(self._sql(sql, (key,)).fetchone())
+
+    def _set_overrides(self, run: Run, start: Start) -> None:
+        """Keep the settings given with this start, as long as nothing was committed with others."""
+        if not start.overrides or start.overrides == run.overrides:
+            return
+        if run.number and not start.accept_settings:
+            raise PersonNeeded(
+                f"Run {run.id} of {run.job} is unfinished and was started with other settings.",
+                why=f"It was started with {run.overrides or 'none of its own'}.",
+                unchanged="Nothing was changed.",
+                todo="Leave out --set, or add --accept-settings, or start anew with --fresh.",
+            )
+        self._sql(
+            "UPDATE run SET overrides = ? WHERE key = ?", (_compact(start.overrides), run.key)
+        )
+
+    def _roll_forward(self, run: Run, checkpoint: Checkpoint) -> None:
+        """Insert the commit that the checkpoint proves and the ledger lacks."""
+        content, digest = checkpoint_bytes(checkpoint)
+        self._apply_commit(run, checkpoint, content, digest, run.generation, (0.0, 0.0, 0.0))
+        self._confirm_rejects(run, checkpoint)
+
+    def _insert_attempt(self, run: Run, start: Start) -> int:
+        """Raise the generation and insert its attempt."""
+        sql = (
+            "UPDATE run SET generation = generation + 1 WHERE key = ? RETURNING generation, number"
+        )
+        generation, number = self._sql(sql, (run.key,)).fetchone()
+        self._sql(
+            "INSERT INTO attempt (run, generation, supervisor_pid, supervisor_ticks, boot_id,"
+            " began_at, from_number, log) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                run.key,
+                generation,
+                start.owner.pid,
+                start.owner.ticks,
+                start.owner.boot_id,
+                self._host.now(),
+                number,
+                start.log,
+            ),
+        )
+        return int(generation)
+
+    def open_attempt(self, run: Run, generation: int, worker: ProcessIdentity, basis: Basis) -> Run:
+        """Record who works, and, before the first commit, what the run is based on.
+
+        Raises:
+            LostOwnership: another generation took over.
+        """
+        with self._writing():
+            self._require_owner(run, generation)
+            sql = "UPDATE attempt SET worker_pid = ?, worker_ticks = ? WHERE run = ? AND generation = ?"
+            self._sql(sql, (worker.pid, worker.ticks, run.key, generation))
+            self._sql(
+                "UPDATE run SET settings = ?, job_version = ?, hash = CASE number WHEN 0 THEN ?"
+                " ELSE hash END WHERE key = ?",
+                (_compact(basis.settings), basis.job_version, basis.first_hash, run.key),
+            )
+        return self.run(run.key)
+
+    def begin_batches(self, run: Run, generation: int, expected: int | None) -> None:
+        """Move a run from `reserved` to `running`: its worker hands out the first batch now."""
+        with self._writing():
+            self._require_owner(run, generation)
+            self._sql("UPDATE run SET expected = ? WHERE key = ?", (expected, run.key))
+            self._move(run, RunState.RUNNING, who="worker")
+
+    def commit(
+        self,
+        run: Run,
+        checkpoint: Checkpoint,
+        content: bytes,
+        digest: str,
+        spent: tuple[float, float, float],
+        publish: Callable[[], None],
+    ) -> str | None:
+        """Record one commit and put its checkpoint in place, under one write lock.
+
+        Args:
+            run: whose.
+            checkpoint: the body; its generation fences the write.
+            content: its bytes, durable under a temporary name.
+            digest: the commit's hash.
+            spent: seconds of reading, of the job's own work, and of batchrun since the last commit.
+            publish: renames the checkpoint into place; called inside the transaction.
+
+        Returns:
+            What is requested of the run, if anything.
+
+        Raises:
+            LostOwnership: another generation took over; nothing was changed.
+            OutcomeUnknown: rename, fsync or COMMIT failed.
+        """
+        generation, number = checkpoint.generation, checkpoint.number
+        with self._writing():
+            reach("ledger.begun", number)
+            request = self._apply_commit(run, checkpoint, content, digest, generation, spent)
+            self._confirm_rejects(run, checkpoint)
+            publish()
+            reach("ledger.commit", number)
+        reach("ledger.committed", number)
+        return request
+
+    def _apply_commit(
+        self,
+        run: Run,
+        checkpoint: Checkpoint,
+        content: bytes,
+        digest: str,
+        generation: int,
+        spent: tuple[float, float, float],
+    ) -> str | None:
+        """Write a commit's two rows; the run's row only if generation and number still fit."""
+        totals, link = checkpoint.totals, checkpoint.link
+        fenced = self._sql(
+            "UPDATE run SET number = ?, hash = ?, checkpoint = ?, batches = ?, read = ?,"
+            " rejected = ?, counts = ?, read_s = read_s + ?, work_s = work_s + ?,"
+            " own_s = own_s + ? WHERE key = ? AND generation = ? AND number = ? RETURNING request",
+            (
+                checkpoint.number,
+                digest,
+                content,
+                totals["batches"],
+                totals["read"],
+                totals["rejected"],
+                _compact(totals["counts"]),
+                *spent,
+                run.key,
+                generation,
+                checkpoint.number - 1,
+            ),
+        ).fetchone()
+        if fenced is None:
+            raise lost_ownership(run, generation)
+        self._sql(
+            "INSERT INTO batch VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                run.key,
+                checkpoint.number,
+                checkpoint.generation,
+                checkpoint.kind,
+                checkpoint.loop,
+                checkpoint.cursor,
+                link["first_key"],
+                link["last_key"],
+                link["read"],
+                link["rejected"],
+                _compact(link["counts"]),
+                digest,
+                checkpoint.at,
+                link["elapsed_s"],
+            ),
+        )
+        return cast("str | None", fenced[0])
+
+    def stage_rejects(
+        self, run: Run, generation: int, number: int, loop: str, rejects: list[Reject]
+    ) -> None:
+        """Store rejected records of a batch that is not committed yet; they do not count so far."""
+        now = self._host.now()
+        with self._writing():
+            self._require_owner(run, generation)
+            self._connection.executemany(
+                "INSERT OR REPLACE INTO reject VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0)",
+                [
+                    (run.key, number, generation, place, loop, str(record), reason, now)
+                    for place, (record, reason) in enumerate(rejects)
+                ],
+            )
+
+    def _confirm_rejects(self, run: Run, checkpoint: Checkpoint) -> None:
+        """Count the rejects staged for a commit by the generation that did its work; no others."""
+        of_commit = (run.key, checkpoint.number)
+        where = "WHERE run = ? AND number = ?"
+        if checkpoint.link["rejected"]:
+            sql = f"UPDATE reject SET confirmed = 1 {where} AND generation = ?"
+            self._sql(sql, (*of_commit, checkpoint.link["staged"]))
+        self._sql(f"DELETE FROM reject {where} AND NOT confirmed", of_commit)
+
+    def end_attempt(
+        self, run: Run, generation: int, end: AttemptEnd, releases: list[dict[str, Any]]
+    ) -> None:
+        """Record, fenced, how the worker's own attempt ended; the run's edge is made from it.
+
+        Raises:
+            LostOwnership: another generation took over.
+        """
+        with self._writing():
+            self._require_owner(run, generation)
+            self._write_end(run, generation, end)
+            self._sql(
+                "UPDATE attempt SET releases = ? WHERE run = ? AND generation = ?",
+                (_compact(releases), run.key, generation),
+            )
+
+    def _write_end(self, run: Run, generation: int, end: AttemptEnd) -> None:
+        self._sql(
+            "UPDATE attempt SET ended_at = ?, ending = ?, exit_code = ?, error = ?, unchanged = ?,"
+            " todo = ?, to_number = (SELECT number FROM run WHERE key = attempt.run)"
+            " WHERE run = ? AND generation = ? AND ending IS NULL",
+            (
+                self._host.now(),
+                f"{end.ending}:{end.reason}" if end.reason else end.ending,
+                int(end.exit_code),
+                end.error,
+                end.unchanged,
+                end.todo,
+                run.key,
+                generation,
+            ),
+        )
+
+    def settle(self, run: Run, generation: int, seen: AttemptEnd, **diagnosis: int | None) -> Run:
+        """Make the run's edge from what the attempt recorded; only with the job's lock held.
+
+        Args:
+            run: whose.
+            generation: the attempt that is over.
+            seen: what to record if the worker recorded nothing.
+            diagnosis: `signal` and `peak_rss_bytes` of the worker's process.
+        """
+        with self._writing():
+            self._require_owner(run, generation)
+            self._sql(
+                "UPDATE attempt SET signal = ?, peak_rss_bytes = ? WHERE run = ? AND generation = ?",
+                (diagnosis.get("signal"), diagnosis.get("peak_rss_bytes"), run.key, generation),
+            )
+            self._settle(self._read_again(run.key), seen, "supervisor")
+        return self.run(run.key)
+
+    def _settle(self, run: Run, seen: AttemptEnd, who: str) -> None:
+        """Turn the newest attempt's ending into the run's state."""
+        self._write_end(run, run.generation, seen)
+        sql = "SELECT ending, error FROM attempt WHERE run = ? AND generation = ?"
+        ending, error = self._sql(sql, (run.key, run.generation)).fetchone()
+        ending, _, reason = ending.partition(":")
+        state = {
+            Ending.SUCCEEDED: RunState.SUCCEEDED,
+            Ending.STOPPED: RunState.PAUSED,
+            Ending.RAISED: RunState.FAILED,
+            Ending.REFUSED: RunState.FAILED,
+            Ending.CHANGED: RunState.FAILED,
+            Ending.DIED: RunState.INTERRUPTED,
+        }[Ending(ending)]
+        if ending == Ending.STOPPED and run.request == Request.CANCEL:
+            state = RunState.CANCELLED
+        self._move(run, state, who=who, why=error or "", reason=reason)
+
+    # -- verbs: wishes and decisions -----------------------------------------------------
+
+    def request(self, run: Run, request: Request, who: str) -> None:
+        """Ask something of a run that has a live owner."""
+        with self._writing():
+            self._sql("UPDATE run SET request = ? WHERE key = ?", (request, run.key))
+            self._event(run.key, run.job, who, f"requested: {request}", "")
+
+    def cancel(self, run: Run, who: str, why: str) -> None:
+        """Cancel a run that nobody owns; the caller holds the job's lock."""
+        with self._writing():
+            self._cancel(self._read_again(run.key), who, why)
+
+    def _cancel(self, run: Run, who: str, why: str) -> None:
+        """Cancel under a new generation, so that no earlier owner can write any more."""
+        self._sql("UPDATE run SET generation = generation + 1 WHERE key = ?", (run.key,))
+        self._move(run, RunState.CANCELLED, who=who, why=why)
+
+    def pause(self, run: Run, who: str) -> None:
+        """Pause a run that nobody owns, as a person's decision; the caller holds the job's lock."""
+        with self._writing():
+            run = self._read_again(run.key)
+            if run.state in (RunState.RESERVED, RunState.RUNNING):
+                self._settle(run, AttemptEnd(Ending.DIED, ExitCode.FAILED), who)
+                run = self._read_again(run.key)
+            if run.finished:
+                return
+            self._sql("UPDATE run SET generation = generation + 1 WHERE key = ?", (run.key,))
+            self._move(run, RunState.RESERVED, who=who, why="to pause it")
+            run = self._read_again(run.key)
+            self._move(run, RunState.PAUSED, who=who, reason=Reason.PERSON)
+
+    def adopt(self, checkpoint: Checkpoint, content: bytes, digest: str, who: str) -> None:
+        """Take a run over from its checkpoint alone, as a person decided; see `repair`.
+
+        Rows that the ledger lacks stay lost, and an event says which.
+        """
+        now = self._host.now()
+        generation = checkpoint.generation + 1
+        with self._writing():
+            row = self._sql(
+                "SELECT key, number FROM run WHERE id = ?", (checkpoint.run,)
+            ).fetchone()
+            if row is None:
+                sql = (
+                    "INSERT INTO run (id, job, state, created_at, changed_at, job_version)"
+                    " VALUES (?, ?, 'reserved', ?, ?, ?) RETURNING key, number"
+                )
+                start = (checkpoint.run, checkpoint.job, now, now, checkpoint.job_version)
+                row = self._sql(sql, start).fetchone()
+            key, number = row
+            sql = "UPDATE run SET generation = max(generation, ?), number = ? WHERE key = ?"
+            self._sql(sql, (generation, checkpoint.number - 1, key))
+            sql = "SELECT seq FROM sqlite_sequence WHERE name = 'event'"
+            behind = checkpoint.event - int((self._sql(sql).fetchone() or (0,))[0])
+            if behind > 0:
+                sql = "INSERT INTO event (id, at, who, what, why) VALUES (?, ?, ?, ?, ?)"
+                why = f"{behind} events were lost before this one"
+                self._sql(sql, (checkpoint.event + 1, now, who, "repaired", why))
+            run = self._read_again(key)
+            self._sql("DELETE FROM batch WHERE run = ? AND number >= ?", (key, checkpoint.number))
+            spent = (0.0, 0.0, 0.0)
+            self._apply_commit(run, checkpoint, content, digest, run.generation, spent)
+            lost = f"commits {number + 1} to {checkpoint.number - 1} have no rows"
+            why = f"checkpoint {checkpoint.number} adopted; {lost}"
+            self._event(key, checkpoint.job, who, "repaired", why)
+            if run.state == RunState.RESERVED:
+                self._move(run, RunState.INTERRUPTED, who=who, why="taken over by repair")
+
+    # -- one state change, one event ------------------------------------------------------
+
+    def _move(
+        self,
+        run: Run,
+        to: RunState,
+        *,
+        who: str,
+        why: str = "",
+        reason: str = "",
+    ) -> None:
+        """Change a run's state as compare-and-set, and append the event."""
+        if (run.state, to) not in TRANSITIONS:
+            message = f"Run {run.id} is {run.state}; there is no edge from there to {to}."
+            raise IllegalTransition(message)
+        now = self._host.now()
+        moved = self._sql(
+            "UPDATE run SET state = ?, reason = ?, changed_at = ?, error = ?,"
+            " ended_at = CASE WHEN ? THEN ? END,"
+            " request = CASE WHEN ? OR request = ? THEN NULL ELSE request END"
+            " WHERE key = ? AND state = ? RETURNING key",
+            (
+                to,
+                reason,
+                now,
+                why if to in (RunState.FAILED, RunState.INTERRUPTED) else None,
+                to in FINISHED,
+                now,
+                to in FINISHED,
+                HONOURED_BY.get(to, ""),
+                run.key,
+                run.state,
+            ),
+        ).fetchone()
+        if moved is None:
+            message = f"Run {run.id} was no longer {run.state}."
+            raise IllegalTransition(message)
+        said = f"{to} ({reason})" if reason else str(to)
+        self._event(run.key, run.job, who, said, why or TRANSITIONS[run.state, to])
+
+    def _event(
+        self,
+        run: int | None,
+        job: str | None,
+        who: str,
+        what: str,
+        why: str,
+    ) -> int:
+        sql = "INSERT INTO event (at, run, job, who, what, why) VALUES (?, ?, ?, ?, ?, ?) RETURNING id"
+        return int(self._sql(sql, (self._host.now(), run, job, who, what, why)).fetchone()[0])
+
+    def _require_owner(self, run: Run, generation: int) -> None:
+        sql = "SELECT 1 FROM run WHERE key = ? AND generation = ?"
+        if self._sql(sql, (run.key, generation)).fetchone() is None:
+            raise lost_ownership(run, generation)
+
+    # -- integrity ----------------------------------------------------------------------
+
+    def damage(self) -> str:
+        """Return what SQLite finds wrong with the file; empty if nothing."""
+        try:
+            found = [row[0] for row in self._connection.execute("PRAGMA quick_check(3)")]
+        except apsw.Error as error:
+            return str(error)
+        return "" if found == ["ok"] else "; ".join(map(str, found))
+
+    def gaps(self, run: Run) -> list[tuple[int, int]]:
+        """Return the ranges of commit numbers that have no row, first and last included."""
+        sql = (
+            "SELECT before + 1, number - 1 FROM (SELECT number, lag(number, 1, 0) OVER"
+            " (ORDER BY number) AS before FROM batch WHERE run = ?) WHERE number > before + 1"
+        )
+        return [(int(first), int(last)) for first, last in self._rows(sql, run.key)]
+
+
+def run_of(row: tuple[Any, ...]) -> Run:
+    """Return a row of the table `run`."""
+    named = dict(zip(Run.__annotations__, row, strict=True))
+    named["state"] = RunState(named["state"])
+    for name in ("counts", "settings", "overrides"):
+        named[name] = json.loads(named[name])
+    return Run(**named)
+
+
+def attempt_of(row: tuple[Any, ...]) -> Attempt:
+    """Return a row of the table `attempt`."""
+    generation, pid, ticks, boot_id, worker_pid, worker_ticks, *rest, releases, log = row
+    worker = ProcessIdentity(worker_pid, worker_ticks, boot_id) if worker_pid else None
+    owner = ProcessIdentity(pid, ticks, boot_id)
+    return Attempt(*(generation, owner, worker, *rest, json.loads(releases), log))
+
+
+def batch_of(row: tuple[Any, ...]) -> BatchRow:
+    """Return a row of the table `batch`."""
+    *before, counts, digest, at, elapsed_s = row
+    return BatchRow(*(*before, json.loads(counts), digest, at, elapsed_s))
+
+
+def lost_ownership(run: Run, generation: int) -> LostOwnership:
+    """Return the letter of an owner that was superseded."""
+    return LostOwnership(
+        f"Lost ownership of run {run.id}: generation {generation} was superseded.",
+        why="Another process took the run over; this one may not write any more.",
+        unchanged="Nothing was changed here: not the ledger, not the checkpoint, not the target.",
+        todo=f"See `batchrun status {run.job}`.",
+    )
+
+
+def ledger_letter(error: apsw.Error, path: Path, host: Host) -> BatchrunError:
+    """Return what SQLite raised as a letter; a full disk is never called corruption."""
+    unchanged = "Nothing was changed."
+    todo = f"Check the disk and the permissions of {path.parent}, then start again."
+    if isinstance(error, apsw.BusyError):
+        why = f"Another process has held its write lock for {BUSY_LIMIT_S:g} s."
+        return Busy(
+            f"The ledger {path} is busy.", why=why, unchanged=unchanged, todo="Start again."
+        )
+    if isinstance(error, apsw.NotADBError | apsw.CorruptError):
+        return PersonNeeded(
+            f"The ledger {path} is damaged: {error}.",
+            unchanged="It is left as it is; the checkpoints are beside it.",
+            todo="See `batchrun check`, then `batchrun repair`.",
+        )
+    if isinstance(error, apsw.FullError) or host.free_bytes(path.parent) < LEDGER_ROOM_BYTES:
+        what = f"Disk full: the ledger {path} cannot be written ({error})."
+        todo = f"Make room on the disk of {path.parent}, then start again."
+        return StateDirectoryError(what, unchanged=unchanged, todo=todo)
+    if isinstance(error, apsw.ConstraintError) and "illegal transition" in str(error):
+        return IllegalTransition(f"The ledger refused: {error}.")
+    what = f"The ledger {path} cannot be used: {type(error).__name__}: {error}."
+    return StateDirectoryError(what, unchanged=unchanged, todo=todo)
+
+
+LEDGER_ROOM_BYTES = 262_144  # below this SQLite cannot even make its wal-index
+
+
+def require_sqlite(version: str) -> None:
+    """Refuse an SQLite that can corrupt a ledger (the WAL-reset bug, or the withdrawn 3.52).
+
+    Raises:
+        ConfigurationError: names the version found and the line to type.
+    """
+    numbers = tuple(map(int, version.split(".")))
+    if numbers < SQLITE_OLDEST or numbers[:2] == SQLITE_WITHDRAWN:
+        raise ConfigurationError(
+            f"SQLite {version} is not fit for a ledger.",
+            why="Versions before 3.51.3 can corrupt a WAL file; 3.52 was withdrawn.",
+            unchanged="Nothing was opened.",
+            todo="Type: python -m pip install 'apsw>=3.51.3.0,!=3.52.*'",
+        )
+
+
+def open_ledger(path: Path, host: Host, *, create: bool, witnesses: bool = False) -> Ledger:
+    """Open the ledger, after checking that it is one, of a version that we know.
+
+    Args:
+        path: state/ledger.db; its folder must be there.
+        host: the machine.
+        create: whether to make it if there is none.
+        witnesses: whether checkpoints exist; then a missing or empty ledger is a loss, not a
+            beginning.
+
+    Raises:
+        PersonNeeded: it is missing, empty or not ours while checkpoints exist.
+        StateDirectoryError: it cannot be used, or a newer batchrun made it; untouched.
+        NotFound: there is none, and it was not to be made.
+    """
+    require_sqlite(apsw.sqlite_lib_version())
+    reach("ledger.open")
+    if _is_missing(path):
+        if witnesses:
+            raise ledger_lost(path, "it is missing or empty")
+        if not create:
+            raise NotFound(f"There is no ledger at {path}.", todo="Type: batchrun run JOB")
+        create_ledger(path, host, os.urandom(16).hex())
+    try:
+        return _open_known_ledger(path, host)
+    except apsw.Error as error:
+        letter = ledger_letter(error, path, host)
+        raise letter from error
+
+
+def _is_missing(path: Path) -> bool:
+    """Tell whether there is no ledger; refuse what is no plain file of ours."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return True
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        raise StateDirectoryError(
+            f"{path} is not a plain file.",
+            why="It is a link, a directory, a pipe, or has a second name.",
+            unchanged="It is left as it is.",
+            todo=f"See what it is: ls -l {path}",
+        )
+    return found.st_size == 0
+
+
+def ledger_lost(path: Path, how: str) -> PersonNeeded:
+    """Return the letter for a ledger that is gone while checkpoints tell of runs."""
+    return PersonNeeded(
+        f"The ledger {path} does not hold what the checkpoints tell of: {how}.",
+        why="Without it batchrun would begin at record 1 again.",
+        unchanged="Nothing was changed; it is never made anew by itself.",
+        todo="Put the ledger back from a backup, or see `batchrun repair`.",
+    )
+
+
+def create_ledger(path: Path, host: Host, uuid: str) -> None:
+    """Make an empty ledger whole: under a lock on the folder, so that only one process does."""
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _wait_for_lock(directory, host)
+        if not _is_missing(path):
+            return
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600))
+        path.chmod(0o600)
+        connection = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READWRITE)
+        try:
+            _write_schema(connection, host, uuid)
+        finally:
+            connection.close(force=True)
+        os.fsync(directory)
+    except apsw.Error as error:
+        raise ledger_letter(error, path, host) from error
+    finally:
+        os.close(directory)
+
+
+def _wait_for_lock(directory: int, host: Host) -> None:
+    """Take the folder's lock, within the ledger's own limit."""
+    until = host.monotonic() + BUSY_LIMIT_S
+    while True:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if host.monotonic() > until:
+                message = "Another process has been making or migrating the ledger for too long."
+                raise Busy(message, unchanged="Nothing was changed.") from None
+            host.sleep(BUSY_STEP_S)
+        else:
+            return
+
+
+def _write_schema(connection: apsw.Connection, host: Host, uuid: str) -> None:
+    """Make all tables in one transaction, so that a killed maker leaves an empty file."""
+    _configure(connection)
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute(SCHEMA)
+    edges = [(*pair, sentence) for pair, sentence in TRANSITIONS.items()]
+    connection.executemany("INSERT INTO edge VALUES (?, ?, ?)", edges)
+    connection.execute("INSERT INTO ledger VALUES (?, ?)", (uuid, host.now()))
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    connection.execute("COMMIT")
+
+
+def _configure(connection: apsw.Connection) -> None:
+    """Enter WAL mode and full synchronisation, and verify both by reading them back."""
+    mode = connection.pragma("journal_mode", "wal")
+    connection.pragma("synchronous", "FULL")
+    connection.pragma("foreign_keys", 1)
+    if mode != "wal" or connection.pragma("synchronous") != 2:
+        message = "write-ahead logging or full synchronisation cannot be had on this file system"
+        raise apsw.IOError(message)
+
+
+def _open_known_ledger(path: Path, host: Host) -> Ledger:
+    """Connect, and look at what it is before anything is switched or migrated."""
+    connection = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READWRITE)
+    ledger = Ledger(path, host, connection)
+    try:
+        if connection.pragma("application_id") != APPLICATION_ID:
+            raise ledger_lost(path, "it is not a batchrun ledger")
+        version = connection.pragma("user_version")
+        if not isinstance(version, int) or version > SCHEMA_VERSION:
+            raise StateDirectoryError(
+                f"The ledger {path} has version {version}; this batchrun knows {SCHEMA_VERSION}.",
+                why="A newer batchrun made it.",
+                unchanged="It was not touched.",
+                todo="Install that version again: python -m pip install -U batchrun",
+            )
+        if version < SCHEMA_VERSION:
+            _migrate(path, connection, host)
+        _configure(connection)
+        ledger.uuid = connection.execute("SELECT uuid FROM ledger").get
+    except BaseException:
+        connection.close(force=True)
+        raise
+    return ledger
+
+
+def _migrate(path: Path, connection: apsw.Connection, host: Host) -> None:
+    """Bring an older ledger to our version in one transaction, after an online backup.
+
+    Raises:
+        StateDirectoryError: there is no way from its version to ours; untouched.
+    """
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _wait_for_lock(directory, host)
+        version = int(cast("int", connection.pragma("user_version")))
+        steps = range(version, SCHEMA_VERSION)
+        if any(step not in MIGRATIONS for step in steps):
+            raise StateDirectoryError(
+                f"The ledger {path} has version {version}, older than any that can be migrated.",
+                unchanged="It was not touched.",
+                todo="See `batchrun check`.",
+            )
+        if steps:
+            _back_up(connection, path.with_name(f"{path.name}.version{version}"))
+        connection.execute("BEGIN IMMEDIATE")
+        for step in steps:
+            connection.execute(MIGRATIONS[step])
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        reach("migrate.commit")
+        connection.execute("COMMIT")
+    finally:
+        os.close(directory)
+
+
+def _back_up(connection: apsw.Connection, target: Path) -> None:
+    """Copy a ledger in use, whole and consistent, to a file that only its owner can read."""
+    target.unlink(missing_ok=True)
+    os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600))
+    copy = apsw.Connection(str(target))
+    try:
+        with copy.backup("main", connection, "main") as backup:
+            backup.step()
+    finally:
+        copy.close(force=True)
+
+
+# ======================================================================================
+# 6. Locks and maintenance: who may run
+# ======================================================================================
+#
+# state/locks/JOB.lock decides who is alive: a kernel lock, gone when the last process that has it
+# open is gone. The ledger's generation decides who may write. Lock files are never unlinked, and
+# the lock is never stolen: an operator ends the owner.
+#
+# LOCK_UN through any copy of the descriptor frees the lock for all, also under a living worker,
+# and filelock calls it when its object dies. So the object is kept in a module-level name until
+# the process ends, `release` is called only when the worker's process group is proven empty, and
+# every other way out of a supervisor that holds a lock is os._exit.
+#
+# state/maintenance.lock closes the door if and only if the name is there, whatever it is: a file,
+# empty, unreadable, a directory. Only "no such file" means open. Every admission looks inside its
+# own write transaction.
+
+_held_locks: list[Any] = []  # keeps filelock's objects, and so the locks, until the process ends
+
+
+class JobLock:
+    """The one lock of a configured job."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.descriptor = -1
+        self._lock: Any = None
+
+    def acquire(self) -> bool:
+        """Take the lock without waiting; tell whether it was free.
+
+        Raises:
+            StateDirectoryError: the folder or the file is not fit for a lock.
+        """
+        from filelock import Timeout, UnixFileLock  # 60 ms, supervisors only
+
+        self._require_plain_place()
+
+        def take(descriptor: int) -> None:
+            self.descriptor = descriptor
+
+        lock = UnixFileLock(
+            self.path, timeout=0, mode=0o600, fallback_to_soft=False, on_acquired=take
+        )
+        try:
+            lock.acquire()
+        except Timeout:
+            return False
+        except OSError as error:
+            message = f"The lock {self.path} cannot be taken: {error.strerror}."
+            todo = f"See what it is: ls -l {self.path}"
+            raise StateDirectoryError(
+                message, unchanged="Nothing was changed.", todo=todo
+            ) from error
+        self._lock = lock
+        _held_locks.append(lock)
+        if not self.is_ours():
+            self.release()
+            return False
+        return True
+
+    def _require_plain_place(self) -> None:
+        """Check what filelock would not: it makes missing folders and opens pipes for ever."""
+        make_private_folder(self.path.parent)
+        with contextlib.suppress(FileNotFoundError):
+            found = self.path.lstat()
+            if not stat.S_ISREG(found.st_mode):
+                message = f"The lock {self.path} is a link, a directory or a pipe, not a file."
+                todo = f"See what it is: ls -l {self.path}"
+                raise StateDirectoryError(message, unchanged="Nothing was changed.", todo=todo)
+
+    def is_ours(self) -> bool:
+        """Tell whether the path still names the file that we hold locked."""
+        return holds_lock(self.descriptor, self.path)
+
+    def release(self) -> None:
+        """Free the lock; only when no process of ours can still be writing."""
+        _held_locks.remove(self._lock)
+        self._lock.release()
+        self.descriptor = -1
+
+    def owners(self, host: Host) -> list[int]:
+        """Return the processes that keep the lock file open."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            return host.holders(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def holds_lock(descriptor: int, path: Path) -> bool:
+    """Tell whether a lock's descriptor and its path still mean the same file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """The maintenance lockfile as it was found.
+
+    Attributes:
+        since: wall time of the file's last change.
+        reason: what its JSON says, if it has any.
+        by: who, likewise.
+    """
+
+    since: str
+    reason: str
+    by: str
+
+
+class Maintenance:
+    """The maintenance lockfile, whoever made it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def find(self) -> Barrier | None:
+        """Return the barrier, or None if the door is open; anything unclear counts as closed."""
+        try:
+            found = self.path.lstat()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return Barrier("", f"it cannot be looked at: {error.strerror}", "")
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(found.st_mtime))
+        said = self._contents() if stat.S_ISREG(found.st_mode) else {}
+        return Barrier(since, str(said.get("reason", "")), str(said.get("by", "")))
+
+    def _contents(self) -> dict[str, Any]:
+        try:
+            said = json.loads(self.path.read_bytes()[:65_536])
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return said if isinstance(said, dict) else {}
+
+    def require_open(self) -> None:
+        """Refuse while the lockfile is there.
+
+        Raises:
+            MaintenanceOn: since when, by whom and why, as far as it says.
+        """
+        barrier = self.find()
+        if barrier is not None:
+            words = [f"since {barrier.since}"] if barrier.since else []
+            words += [f"by {barrier.by}"] if barrier.by else []
+            words += [f"({barrier.reason})"] if barrier.reason else []
+            raise MaintenanceOn(
+                f"Maintenance is on: {self.path} is there, {' '.join(words)}.",
+                unchanged="Nothing was started; the refusal is recorded.",
+                todo=f"When the maintenance is over: rm -r {self.path}",
+            )
+
+
+# ======================================================================================
+# 8. Jobs: what a job is, and what it is given; sources
+# ======================================================================================
+#
+# A job is a generator function. It does the work of a batch, then yields the batch; yielding
+# commits. Every attempt runs the function from its first line: finished loops yield nothing,
+# finished steps return their recorded result. Stopping is `close()` on the generator, so cleanup
+# in reverse order is Python's own.
+#
+# A target is a connection in which batchrun keeps one row per run and loop in `batchrun_mark`.
+# The mark commits together with the batch's rows, fenced by the generation:
+#
+#   claim   before the first read and before any other use of the target, in a transaction of its
+#           own: generation = ours where it is lower. So it waits behind an old transaction.
+#   judge   number = the checkpoint's: agreed. One more than the run's newest commit: that batch
+#           is done, roll forward. Anything else: the target was restored, or is another one.
+#   mark    the last statement of `batch.transaction()`: where generation = ours and number is
+#           lower. 0 rows = lost ownership.
+#
+# With a target each record is applied exactly once; without, at least once, and at most one batch
+# is repeated.
+
+S = TypeVar("S")
+
+MARK_TABLE = """CREATE TABLE batchrun_mark (
+  run TEXT NOT NULL, loop TEXT NOT NULL, number BIGINT NOT NULL, generation BIGINT NOT NULL,
+  first_key TEXT, last_key TEXT, cursor TEXT, counts TEXT NOT NULL, PRIMARY KEY (run, loop))"""
+POSTGRES_SCHEMES = ("postgres:", "postgresql:")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job's function and what it declares; what the `job` decorator returns.
+
+    Attributes:
+        settings: the frozen dataclass of its settings, or None if it has none.
+        version: of the job's checkpoints.
+        resumes: older version -> function that turns its cursor into one of this version.
+    """
+
+    function: Callable[..., Iterator[Any]]
+    settings: type | None
+    version: int
+    resumes: dict[int, Callable[[Any], Any]]
+
+    @property
+    def title(self) -> str:
+        """Return the first line of the function's or module's docstring."""
+        module = sys.modules.get(self.function.__module__)
+        return (self.function.__doc__ or (module and module.__doc__) or "").strip().split("\n")[0]
+
+    def __call__(self, context: Any) -> Iterator[Any]:
+        """Begin the job's generator."""
+        return self.function(context)
+
+
+def job(
+    function: Callable[..., Any] | None = None,
+    *,
+    settings: type | None = None,
+    version: int = 1,
+    resumes: dict[int, Callable[[Any], Any]] | None = None,
+) -> Any:
+    """Declare a generator function as a job.
+
+    Args:
+        function: the generator function, when used without parentheses.
+        settings: a frozen dataclass; its fields are the keys that `[jobs.NAME]` may have.
+        version: raise it when older checkpoints do not fit any more.
+        resumes: older version -> function from its cursor to one of this version.
+
+    Raises:
+        JobError: the function is no generator function.
+    """
+
+    def declare(function: Callable[..., Any]) -> Job:
+        if not function.__code__.co_flags & 0x20:  # inspect.CO_GENERATOR, without importing it
+            raise JobError(
+                f"The job {function.__name__} never yields.",
+                why="A job yields each batch after its work; yielding is what commits it.",
+                unchanged="Nothing was begun.",
+                todo="End the loop's body with: yield batch",
+            )
+        return Job(function, settings, version, dict(resumes or {}))
+
+    return declare if function is None else declare(function)
+
+
+def load_job(job_config: JobConfig) -> Job:
+    """Import a configured job's module and return the job.
+
+    Raises:
+        ConfigurationError: the file, the import or the name is wrong; says which and where.
+    """
+    import importlib.util  # only where jobs are imported
+
+    path = job_config.path
+    check_trusted(path.parent, what="the jobs folder")
+    check_trusted(path, what="the job's file")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = job_config.module
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        message = f"{path} cannot be imported."
+        raise ConfigurationError(message, unchanged="Nothing was begun.")
+    module = sys.modules.get(name)
+    if module is None or getattr(module, "__file__", None) != str(path):
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        _execute(spec.loader, module, path)
+    found = getattr(module, job_config.function, None)
+    if not isinstance(found, Job):
+        jobs = sorted(key for key, value in vars(module).items() if isinstance(value, Job))
+        raise ConfigurationError(
+            f"{path} has no job named {job_config.function!r}.",
+            why=f"Its jobs are: {', '.join(jobs) or 'none; is @job missing?'}",
+            unchanged="Nothing was begun.",
+            todo=f'Set uses = "{job_config.module}:FUNCTION" in [jobs.{job_config.name}].',
+        )
+    return found
+
+
+def _execute(loader: Any, module: Any, path: Path) -> None:
+    """Run a job's module; its mistakes become letters."""
+    try:
+        loader.exec_module(module)
+    except BatchrunError:
+        raise
+    except Exception as error:
+        where = error.__traceback__
+        while where is not None and where.tb_next is not None:
+            where = where.tb_next
+        line = getattr(error, "lineno", None) or (where.tb_lineno if where else "?")
+        raise ConfigurationError(
+            f"The job's file {path} cannot be imported.",
+            why=f"{type(error).__name__}: {error} (line {line})",
+            unchanged="Nothing was begun.",
+            todo="Mend the file, then start again.",
+        ) from error
+
+
+class JobFrame:
+    """Whether the job's own code runs at this moment; only then it may be interrupted."""
+
+    def __init__(self) -> None:
+        self.inside = False
+        self._wanted = False
+
+    def interrupt(self) -> None:
+        """Raise `Interrupted` in the job's frame: at once, or when it is entered next."""
+        if self.inside:
+            self.inside = False
+            raise Interrupted
+        self._wanted = True
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run the job's code."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self.inside = False
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """Run our own code, called from the job's."""
+        was_inside, self.inside = self.inside, False
+        try:
+            yield
+        except BaseException:
+            self.inside = was_inside
+            raise
+        if was_inside:
+            self._enter()
+
+    def _enter(self) -> None:
+        if self._wanted:
+            self._wanted = False
+            raise Interrupted
+        self.inside = True
+
+
+class CleanupStack:
+    """What has to be released at the end of an attempt, in reverse order.
+
+    Every release is tried and recorded, whatever the others do.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._entries: list[tuple[str, Callable[[], object]]] = []
+        self.releases: list[dict[str, Any]] = []
+
+    def push(self, name: str, release: Callable[[], object]) -> None:
+        """Add a release; it is called before all that were added earlier."""
+        self._entries.append((name, release))
+
+    def unwind(self) -> None:
+        """Release everything, last in, first out."""
+        while self._entries:
+            name, release = self._entries.pop()
+            began, error = self._host.monotonic(), ""
+            try:
+                release()
+            except BaseException as raised:  # noqa: BLE001 - one failing release must not stop the next
+                error = mask_secrets(f"{type(raised).__name__}: {raised}")
+            elapsed_s = round(self._host.monotonic() - began, 6)
+            self.releases.append({"name": name, "elapsed_s": elapsed_s, "error": error})
+
+
+@dataclass
+class Link:
+    """One commit in the making.
+
+    Attributes:
+        kind: `batch`, `loop` or `step`.
+        loop: name of the loop or step.
+        cursor: of the loop after this commit.
+        ended: whether the source said that nothing follows.
+        read: records consumed, rejected ones included.
+        staged: generation under which the rejects are in the ledger already; None if they are not.
+        marked: whether the loop's target holds this number now.
+        result: of a step, JSON.
+    """
+
+    kind: str
+    loop: str
+    cursor: Any = None
+    ended: bool = False
+    read: int = 0
+    rejects: list[Reject] = field(default_factory=list)
+    rejected: int = 0
+    staged: int | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    first_key: Any = None
+    last_key: Any = None
+    marked: bool = False
+    source: str | None = None
+    result: Any = None
+    began: float = 0.0
+
+
+@dataclass
+class Course:
+    """Where a run stands in memory: the newest checkpoint, and what is being done after it."""
+
+    run: Run
+    generation: int
+    number: int = 0
+    hash: str = ""
+    loop: str = ""
+    cursor: Any = None
+    ended: bool = False
+    source: str | None = None
+    passed: list[list[Any]] = field(default_factory=list)
+    marks: dict[str, int] = field(default_factory=dict)
+    read: int = 0
+    rejected: int = 0
+    batches: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def after(cls, run: Run, generation: int, checkpoint: Checkpoint | None) -> Course:
+        """Return the course that goes on behind a checkpoint, or begins a run."""
+        course = cls(run, generation, hash=run.hash)
+        if checkpoint is not None:
+            totals = checkpoint.totals
+            course.number, course.passed = checkpoint.number, list(checkpoint.passed)
+            course.marks, course.counts = dict(checkpoint.marks), dict(totals["counts"])
+            course.read, course.rejected = totals["read"], totals["rejected"]
+            course.batches = totals["batches"]
+            if checkpoint.kind == "batch":
+                course.loop, course.ended = checkpoint.loop, checkpoint.ended
+                course.cursor, course.source = decode_cursor(checkpoint.cursor), checkpoint.source
+        return course
+
+
+class Target:
+    """A connection that keeps batchrun's mark; placeholders and transactions in its own way.
+
+    Subclasses know one driver each. `open_target` chooses.
+    """
+
+    placeholder = "?"
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+
+    def cursor(self) -> Any:
+        """Return a new cursor of the driver."""
+        return self.connection.cursor()
+
+    def begin(self) -> None:
+        """Begin a transaction; none is open."""
+        self.connection.execute("BEGIN IMMEDIATE")
+
+    def commit(self) -> None:
+        """Commit the open transaction."""
+        self.connection.commit()
+
+    def rollback(self) -> None:
+        """Roll back what is open, if anything."""
+        self.connection.rollback()
+
+    def transaction_state(self) -> str:
+        """Return `none`, `read` or `write`: what an open transaction has done."""
+        raise NotImplementedError
+
+    def settled(self) -> None:
+        """Remember the moment after our own commit or rollback, to tell later writes from it."""
+
+    def run_sql(self, cursor: Any, sql: str, *bindings: object) -> int:
+        """Execute a statement written with `?`, and return how many rows it changed."""
+        cursor.execute(sql.replace("?", self.placeholder), bindings)
+        return int(cursor.rowcount)
+
+
+class ApswTarget(Target):
+    """An apsw connection."""
+
+    def commit(self) -> None:
+        """Commit by statement: apsw has no method for it."""
+        self.connection.execute("COMMIT")
+
+    def rollback(self) -> None:
+        """Roll back by statement, if a transaction is open."""
+        if self.connection.in_transaction:
+            self.connection.execute("ROLLBACK")
+
+    def transaction_state(self) -> str:
+        """Ask SQLite itself."""
+        if not self.connection.in_transaction:
+            return "none"
+        return "write" if self.connection.txn_state() == apsw.SQLITE_TXN_WRITE else "read"
+
+    def run_sql(self, cursor: Any, sql: str, *bindings: object) -> int:
+        """Execute, and ask the connection for the changes."""
+        cursor.execute(sql, bindings)
+        return int(self.connection.changes())
+
+
+class SqliteTarget(Target):
+    """A connection of the standard library's sqlite3, in any of its transaction modes."""
+
+    def __init__(self, connection: Any) -> None:
+        super().__init__(connection)
+        self.settled()
+
+    def _changes(self) -> tuple[int, int]:
+        (version,) = self.connection.execute("PRAGMA schema_version").fetchone()
+        return self.connection.total_changes, version
+
+    def begin(self) -> None:
+        """Begin by statement, unless the connection keeps a transaction open by itself."""
+        if not self.connection.in_transaction:
+            self.connection.execute("BEGIN IMMEDIATE")
+
+    def settled(self) -> None:
+        """Remember the counters that every write raises."""
+        self._before = self._changes()
+
+    def transaction_state(self) -> str:
+        """Compare the counters: sqlite3 cannot tell a read from a write."""
+        if not self.connection.in_transaction:
+            return "none"
+        return "read" if self._changes() == self._before else "write"
+
+
+class PsycopgTarget(Target):
+    """A psycopg 3 connection, autocommit or not."""
+
+    placeholder = "%s"
+
+    def begin(self) -> None:
+        """Begin by statement under autocommit; otherwise the first statement does."""
+        if self.connection.autocommit:
+            self.connection.execute("BEGIN")
+
+    def commit(self) -> None:
+        """Commit by statement under autocommit."""
+        if self.connection.autocommit:
+            self.connection.execute("COMMIT")
+        else:
+            self.connection.commit()
+
+    def rollback(self) -> None:
+        """Roll back whatever state the connection is in."""
+        if self.connection.closed:
+            return
+        self.connection.rollback()
+
+    def transaction_state(self) -> str:
+        """Ask the server whether the transaction has an id yet, which only writers have."""
+        status = self.connection.info.transaction_status.name
+        if status == "IDLE":
+            return "none"
+        if status != "INTRANS":
+            return "write"
+        cursor = self.connection.execute("SELECT pg_current_xact_id_if_assigned() IS NULL")
+        return "read" if cursor.fetchone()[0] else "write"
+
+
+class DbApiTarget(Target):
+    """Any other DB-API connection: transactions begin by themselves."""
+
+    def __init__(self, connection: Any, placeholder: str) -> None:
+        super().__init__(connection)
+        self.placeholder = placeholder
+
+    def begin(self) -> None:
+        """Do nothing: the first statement begins."""
+
+    def transaction_state(self) -> str:
+        """Return `none`: the DB-API cannot tell."""
+        return "none"
+
+
+def open_target(connection: Any) -> Target:
+    """Return the target for a connection.
+
+    Raises:
+        JobError: it is no connection that batchrun can keep a mark in.
+    """
+    for kind in type(connection).__mro__:
+        name = kind.__module__.partition(".")[0]
+        if name == "apsw":
+            return ApswTarget(connection)
+        if name == "sqlite3":
+            return SqliteTarget(connection)
+        if name == "psycopg":
+            return PsycopgTarget(connection)
+        style = getattr(sys.modules.get(name), "paramstyle", "")
+        if style in ("qmark", "format", "pyformat") and hasattr(connection, "commit"):
+            return DbApiTarget(connection, "?" if style == "qmark" else "%s")
+    raise JobError(
+        f"A {type(connection).__name__} cannot be a target.",
+        why="A target is an open connection of sqlite3, apsw, psycopg or another DB-API driver.",
+        unchanged="Nothing was committed.",
+        todo="Pass the connection itself, for example: target=ctx.connect(ctx.settings.database)",
+    )
+
+
+class Mark:
+    """The row of one run and loop in a target: claimed, judged, and written with each batch."""
+
+    def __init__(self, target: Target, course: Course, loop: str) -> None:
+        self.target, self._course, self._loop = target, course, loop
+        self.spent_s = 0.0
+
+    def claim(self) -> tuple[Any, ...]:
+        """Take the mark for our generation, in a transaction of its own, and return its row.
+
+        Returns:
+            number, generation, first_key, last_key, cursor, counts.
+
+        Raises:
+            LostOwnership: a newer generation holds it.
+        """
+        target, course = self.target, self._course
+        self._require_clean()
+        key, generation = (course.run.id, self._loop), course.generation
+        self._make_table()
+        target.begin()
+        try:
+            cursor, where = target.cursor(), " WHERE run = ? AND loop = ?"
+            sql = f"UPDATE batchrun_mark SET generation = ?{where} AND generation < ?"
+            target.run_sql(cursor, sql, generation, *key, generation)
+            columns = "number, generation, first_key, last_key, cursor, counts"
+            sql = f"SELECT {columns} FROM batchrun_mark{where}"
+            target.run_sql(cursor, sql, *key)
+            row = cursor.fetchone()
+            if row is None:
+                sql = "INSERT INTO batchrun_mark VALUES (?, ?, 0, ?, NULL, NULL, NULL, '{}')"
+                target.run_sql(cursor, sql, *key, generation)
+                row = (0, generation, None, None, None, "{}")
+            target.commit()
+        except BaseException:
+            target.rollback()
+            raise
+        finally:
+            target.settled()
+        if row[1] > generation:
+            raise lost_ownership(course.run, generation)
+        return tuple(row)
+
+    def _require_clean(self) -> None:
+        """End a read transaction that was left open; refuse one that has written."""
+        state = self.target.transaction_state()
+        if state == "write":
+            raise JobError(
+                f"The target of loop {self._loop!r} has an open transaction with writes.",
+                why="batchrun would commit them together with its own mark, or roll them back.",
+                unchanged="Nothing was committed.",
+                todo="Commit them before, or write inside `with batch.transaction() as rows:`.",
+            )
+        if state == "read":
+            self.target.rollback()
+
+    def _make_table(self) -> None:
+        """Make the table of marks where it is not; looking first needs no right to make tables."""
+        target = self.target
+        try:
+            target.run_sql(
+                target.cursor(), "SELECT number FROM batchrun_mark WHERE run = '' LIMIT 1"
+            )
+        except Exception:  # noqa: BLE001 - every driver has an error class of its own
+            target.rollback()
+            target.begin()
+            target.run_sql(target.cursor(), MARK_TABLE)
+            target.commit()
+        else:
+            target.rollback()
+        target.settled()
+
+    @contextlib.contextmanager
+    def transaction(self, frame: JobFrame, link: Callable[[], Link]) -> Iterator[Any]:
+        """Run the job's writes and our mark in one transaction, and yield the driver's cursor."""
+        with frame.left():
+            self._require_clean()
+            self.target.begin()
+        try:
+            yield self.target.cursor()
+            with frame.left():
+                self._write(link())
+                reach("target.commit", self._course.number + 1)
+                self.target.commit()
+                reach("target.committed", self._course.number + 1)
+        except BaseException:
+            self.target.rollback()
+            raise
+        finally:
+            self.target.settled()
+
+    def _write(self, link: Link) -> None:
+        """Write the mark; it changes a row only if we still own it and the number is new."""
+        began = time.monotonic()
+        course, number = self._course, self._course.number + 1
+        summary = {
+            "generation": course.generation,
+            "read": link.read,
+            "rejected": link.rejected,
+            "counts": link.counts,
+            "ended": link.ended,
+            "result": link.result,
+        }
+        changed = self.target.run_sql(
+            self.target.cursor(),
+            "UPDATE batchrun_mark SET number = ?, first_key = ?, last_key = ?, cursor = ?,"
+            " counts = ? WHERE run = ? AND loop = ? AND generation = ? AND number < ?",
+            number,
+            encode_cursor(link.first_key),
+            encode_cursor(link.last_key),
+            encode_cursor(link.cursor),
+            _compact(summary),
+            course.run.id,
+            self._loop,
+            course.generation,
+            number,
+        )
+        if changed == 0:
+            raise lost_ownership(course.run, course.generation)
+        self.spent_s += time.monotonic() - began
+
+
+def judge_mark(row: tuple[Any, ...], course: Course, kind: str, loop: str) -> Link | None:
+    """Compare a claimed mark with the checkpoint.
+
+    Returns:
+        The commit that the target has and the checkpoint lacks, or None if they agree.
+
+    Raises:
+        PersonNeeded: the target is behind or ahead of what this run has done.
+    """
+    number, expected = row[0], course.marks.get(loop, 0)
+    if number == expected:
+        return None
+    if number == course.number + 1:
+        summary = json.loads(row[5])
+        return Link(
+            kind,
+            loop,
+            cursor=decode_cursor(row[4]),
+            ended=summary["ended"],
+            read=summary["read"],
+            rejected=summary["rejected"],
+            staged=summary["generation"],
+            counts=summary["counts"],
+            first_key=decode_cursor(row[2]),
+            last_key=decode_cursor(row[3]),
+            marked=True,
+            source=course.source,
+            result=summary["result"],
+        )
+    behind = number < expected
+    raise PersonNeeded(
+        f"The target of {kind if kind == 'step' else 'loop'} {loop!r} does not fit the checkpoint:"
+        f" it is marked {number}, the checkpoint says {expected}.",
+        why="It was restored from an older copy, or it is another database."
+        if behind
+        else "Another copy of this run has written to it.",
+        unchanged="Nothing was written to it.",
+        todo=f"Bring the right database back, or start anew: batchrun run {course.run.job} --fresh",
+    )
+
+
+class Batch:
+    """Up to `batch_size` records, to be worked on and then yielded.
+
+    Attributes:
+        records: the records, as the source gives them.
+        number: the commit's number in the run, from 1.
+        first_key: key of the first record; None if the source has no key.
+        last_key: key of the last record, likewise.
+        loop: name of the loop it belongs to.
+    """
+
+    def __init__(self, context: Context[Any], page: Page, loop: Loop) -> None:
+        self.records: list[Any] = page.records
+        self.number = context._course.number + 1
+        self.first_key, self.last_key = page.first_key, page.last_key
+        self.loop = loop.name
+        self._context, self._loop, self._page = context, loop, page
+        self._rejects: list[Reject] = list(page.rejects)
+        self._counts: dict[str, int] = {}
+        self._transactions = 0
+        self._inside = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the records."""
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self.records)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Any]:
+        """Open the one transaction of this batch in the loop's target; yields a cursor.
+
+        Rows and mark commit together at the end of the `with`; an exception rolls both back.
+
+        Raises:
+            JobError: there is no target, or the transaction was entered before.
+            LostOwnership: a newer generation owns the run; nothing was changed.
+        """
+        mark = self._loop.mark
+        if mark is None:
+            self._context._break(
+                f"Loop {self.loop!r} has no target, so its batches have no transaction().",
+                todo="Name the connection: ctx.batches(source, target=connection)",
+            )
+        if self._transactions:
+            self._context._break(
+                f"Batch {self.number} entered transaction() twice.",
+                why="Its rows and its mark commit together, once.",
+                todo="Put all writes of the batch into one `with batch.transaction() as rows:`.",
+            )
+        self._transactions += 1
+        self._inside = True
+        try:
+            with mark.transaction(self._context._frame, self._staged_link) as cursor:
+                yield cursor
+        finally:
+            self._inside = False
+
+    def reject(self, record: object, reason: str) -> None:
+        """Leave a record out, with a reason; it counts when the batch is committed.
+
+        Raises:
+            JobError: the batch's transaction is closed already.
+        """
+        self._require_open("reject()")
+        self._rejects.append(Reject(record, reason))
+
+    def count(self, **counts: int) -> None:
+        """Add to the job's own counts, such as inserted=, updated=, unchanged=.
+
+        Raises:
+            JobError: the batch's transaction is closed already.
+        """
+        self._require_open("count()")
+        for name, more in counts.items():
+            self._counts[name] = self._counts.get(name, 0) + int(more)
+
+    def _require_open(self, call: str) -> None:
+        if self._transactions and not self._inside:
+            self._context._break(
+                f"{call} of batch {self.number} was called after its transaction() had closed.",
+                why="The mark in the target has been committed without it.",
+                todo=f"Call {call} inside `with batch.transaction() as rows:`.",
+            )
+
+    def _staged_link(self) -> Link:
+        """Return the commit for the mark; its rejects are durable in the ledger first."""
+        link = self._link()
+        if link.rejects:
+            course = self._context._course
+            self._context._stage(self.number, self.loop, link.rejects)
+            link.staged = course.generation
+        return link
+
+    def _link(self) -> Link:
+        """Return the commit that this batch makes."""
+        page = self._page
+        return Link(
+            "batch",
+            self.loop,
+            cursor=page.cursor,
+            ended=page.ended,
+            read=len(page.records) + len(page.rejects),
+            rejects=self._rejects,
+            rejected=len(self._rejects),
+            staged=self._context._course.generation if self._transactions else None,
+            counts=self._counts,
+            first_key=page.first_key,
+            last_key=page.last_key,
+            marked=self._transactions > 0,
+            source=self._loop.fingerprint,
+            began=self._loop.handed_at,
+        )
+
+
+class Loop:
+    """One pass over a source: an iterator of batches, each to be yielded before the next."""
+
+    def __init__(self, context: Context[Any], name: str, size: int, mark: Mark | None) -> None:
+        self.name, self.size, self.mark = name, size, mark
+        self.exhausted = False
+        self.fingerprint: str | None = None
+        self.handed_at = 0.0
+        self._context = context
+        self._source: Any = None
+        self._reader: Reader | None = None
+
+    def __iter__(self) -> Loop:
+        """Return itself: a loop is passed once."""
+        return self
+
+    def __next__(self) -> Batch:
+        """Commit the end of the loop, or hand out the next batch."""
+        context = self._context
+        with context._frame.left():
+            context._require_yielded()
+            if self.exhausted:
+                raise StopIteration
+            while True:
+                context._pass_gate()
+                page = self._read()
+                if page.records:
+                    return self._hand_out(page)
+                if not page.rejects:
+                    break
+                context._commit(Batch(context, page, self)._link())
+            context._commit(Link("loop", self.name, source=self.fingerprint))
+            self.exhausted = True
+            raise StopIteration
+
+    def _read(self) -> Page:
+        """Read until the batch is full, and take the time."""
+        began = time.monotonic()
+        try:
+            return cast("Reader", self._reader).read_batch(self.size)
+        finally:
+            self._context._clock.read_s += time.monotonic() - began
+
+    def _hand_out(self, page: Page) -> Batch:
+        """Make the batch that the job works on now."""
+        context = self._context
+        if not context._handed_out:
+            context._handed_out = True
+            require_round_trip(page.cursor)
+            context._begin(self._source)
+        context._pass_gate()
+        context._current = Batch(context, page, self)
+        self.handed_at = time.monotonic()
+        reach("batch.handed_out", context._current.number)
+        return context._current
+
+
+@dataclass
+class Clock:
+    """Seconds since the last commit: of reading, and of batchrun itself inside the job's time."""
+
+    read_s: float = 0.0
+    since: float = 0.0
+
+
+class Driver(Protocol):
+    """What a context asks of the worker that drives it."""
+
+    def commit(self, link: Link) -> None:
+        """Make one commit."""
+
+    def begin_batches(self, expected: int | None) -> None:
+        """Record that the first batch is handed out."""
+
+    def stage_rejects(self, number: int, loop: str, rejects: list[Reject]) -> None:
+        """Store rejects that do not count yet."""
+
+    def pass_gate(self) -> None:
+        """Raise if the attempt is to stop here."""
+
+    def stop_is_asked(self) -> bool:
+        """Tell whether the attempt is to stop at its next safe point."""
+
+    def say(self, text: str) -> None:
+        """Record a line that people should see."""
+
+
+class Context(Generic[S]):
+    """What a job is given.
+
+    Attributes:
+        settings: the job's settings, an instance of its dataclass.
+        run_id: the run's id.
+        generation: the attempt's number, rising.
+        batch_size: records a batch, unless a loop says otherwise.
+        log: a logger; lines go to the run's log file with UTC time.
+    """
+
+    def __init__(
+        self,
+        settings: S,
+        course: Course,
+        driver: Driver,
+        job_config: JobConfig,
+        acceptances: frozenset[str] = frozenset(),
+    ) -> None:
+        self.settings = settings
+        self.run_id, self.generation = course.run.id, course.generation
+        self.batch_size = job_config.batch_size
+        self._course, self._driver = course, driver
+        self._acceptances = acceptances
+        self._frame = JobFrame()
+        self._cleanups = CleanupStack(Host())
+        self._clock = Clock()
+        self._loops: list[Loop] = []
+        self._met: list[tuple[str, str]] = []
+        self._current: Batch | None = None
+        self._handed_out = False
+        self._finished = ""
+        self._broken: BaseException | None = None
+        self.last_success_read: int | None = None
+
+    @functools.cached_property
+    def log(self) -> Any:
+        """Return the job's logger."""
+        import logging  # 25 ms, and only jobs that log need it
+
+        logger = logging.getLogger(f"batchrun.job.{self._course.run.job}")
+        if not logger.handlers:
+            to_stderr = logging.StreamHandler()
+            form = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
+            to_stderr.setFormatter(logging.Formatter(form, "%Y-%m-%dT%H:%M:%S"))
+            cast("logging.Formatter", to_stderr.formatter).converter = time.gmtime
+            logger.addHandler(to_stderr)
+            logger.setLevel(logging.INFO)
+            logger.propagate = False
+        return logger
+
+    @property
+    def cursor(self) -> Any:
+        """Return the cursor of the current loop's newest commit; None before the first."""
+        return self._course.cursor
+
+    @property
+    def should_stop(self) -> bool:
+        """Tell whether a stop was asked for; a long batch may end itself early by raising."""
+        return self._driver.stop_is_asked()
+
+    def batches(
+        self,
+        source: Any,
+        *,
+        key: Any = None,
+        name: str = "main",
+        target: Any = None,
+        size: int | None = None,
+    ) -> Loop:
+        """Return the loop over a source, standing behind its last committed batch.
+
+        Args:
+            source: a Source, a callable `read(after, limit)`, or an iterable.
+            key: of a record, for callables and iterables: a name, an index, or a function.
+            name: needed as soon as a job has two loops.
+            target: an open connection; then `batch.transaction()` makes each batch exactly-once.
+            size: records a batch, if not the configured `batch_size`.
+
+        Raises:
+            JobError: the loop does not fit the job's contract.
+            SourceChanged: the source is not the one that the checkpoint was written for.
+            PersonNeeded: loops or target do not fit the checkpoint.
+        """
+        with self._frame.left():
+            self._meet("loop", name)
+            mark = Mark(open_target(target), self._course, name) if target is not None else None
+            loop = Loop(self, name, size or self.batch_size, mark)
+            self._loops.append(loop)
+            self._adopt_mark(mark, "batch", name)
+            if self._is_passed("loop", name):
+                loop.exhausted = True
+                return loop
+            return self._place(loop, as_source(source, key))
+
+    def _place(self, loop: Loop, source: Any) -> Loop:
+        """Put a loop behind the last committed batch of its source."""
+        if hasattr(source, "last_success_read"):
+            source.last_success_read = self.last_success_read
+        fingerprint = getattr(source, "fingerprint", None)
+        loop.fingerprint = fingerprint() if fingerprint is not None else None
+        after, ended = None, False
+        if self._course.loop == loop.name:
+            after, ended = self._course.cursor, self._course.ended
+            self._require_same_source(loop)
+        loop._source = source
+        loop._reader = Reader(source, after, ended=ended, name=loop.name)
+        return loop
+
+    def _require_same_source(self, loop: Loop) -> None:
+        before, now = self._course.source, loop.fingerprint
+        if before == now or "source" in self._acceptances:
+            return
+        raise SourceChanged(
+            f"The source of loop {loop.name!r} changed since commit {self._course.number}.",
+            why=f"Then its fingerprint was {before}, now it is {now}.",
+            unchanged="Nothing was done; the checkpoint stands.",
+            todo=f"Bring the old source back, or type one of:\n"
+            f"  batchrun run {self._course.run.job} --fresh\n"
+            f"  batchrun resume {self._course.run.id} --accept-source",
+        )
+
+    def step(self, name: str, call: Callable[..., Any], *, target: Any = None) -> Any:
+        """Do something once per run and return its result, recorded as a commit.
+
+        Args:
+            name: of the step; not that of a loop.
+            call: called with a cursor of the target, or without arguments if there is none.
+            target: an open connection; then the writes and the record commit together. Without
+                it the call may happen twice, if the process dies before its commit.
+
+        Returns:
+            What the call returned, as JSON keeps it.
+        """
+        with self._frame.left():
+            self._require_yielded()
+            self._meet("step", name)
+            mark = Mark(open_target(target), self._course, name) if target is not None else None
+            self._adopt_mark(mark, "step", name)
+            if self._is_passed("step", name):
+                return self._course.passed[len(self._met) - 1][2]
+            self._pass_gate()
+        link = Link("step", name, began=time.monotonic())
+        if mark is None:
+            link.result = call()
+        else:
+            link.marked = True
+            with mark.transaction(self._frame, lambda: link) as cursor:
+                link.result = call(cursor)
+                self._require_json(name, link.result)
+        with self._frame.left():
+            self._require_json(name, link.result)
+            self._commit(link)
+        return link.result
+
+    def _require_json(self, name: str, result: Any) -> None:
+        try:
+            same = json.loads(_compact(result)) == result
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            self._break(
+                f"The result of step {name!r} is not JSON: {result!r}.",
+                why="It is recorded once and given back in every later attempt.",
+                todo="Return None, text, numbers, lists and dicts with text keys.",
+            )
+
+    def _adopt_mark(self, mark: Mark | None, kind: str, name: str) -> None:
+        """Claim the mark of a target, and roll forward over a commit that it has already."""
+        if mark is None:
+            return
+        ahead = judge_mark(mark.claim(), self._course, kind, name)
+        if ahead is not None:
+            number = self._course.number + 1
+            self._driver.say(f"commit {number} is in the target already: rolled forward")
+            self._commit(ahead)
+
+    def _meet(self, kind: str, name: str) -> None:
+        """Check that loops and steps come in the checkpoint's order, one after another."""
+        self._require_yielded()
+        if any(met_name == name for _, met_name in self._met):
+            self._break(
+                f"Two loops or steps are named {name!r}.",
+                why="Each has a cursor or a result of its own in the checkpoint.",
+                todo='Give each a name: ctx.batches(source, name="...")',
+            )
+        if self._loops and not self._loops[-1].exhausted:
+            self._break(
+                f"{kind} {name!r} began before loop {self._loops[-1].name!r} was read to its end.",
+                why="Commits are one chain: loops and steps come one after another.",
+                todo="Read the first loop to its end, or call ctx.finish(reason).",
+            )
+        self._met.append((kind, name))
+        before = [(entry[0], entry[1]) for entry in self._course.passed]
+        if self._course.loop:
+            before.append(("loop", self._course.loop))
+        if self._met != before[: len(self._met)] and len(self._met) <= len(before):
+            raise self._other_order(before)
+
+    def _other_order(self, before: list[tuple[str, str]]) -> PersonNeeded:
+        def words(order: list[tuple[str, str]]) -> str:
+            return ", ".join(f"{kind} {name!r}" for kind, name in order)
+
+        return PersonNeeded(
+            "The job's loops and steps are not those of the checkpoint.",
+            why=f"The checkpoint has: {words(before)}. The job met: {words(self._met)}.",
+            unchanged="Nothing was done; the checkpoint stands.",
+            todo="Give them their old names and order back, or start anew:"
+            f" batchrun run {self._course.run.job} --fresh",
+        )
+
+    def _is_passed(self, kind: str, name: str) -> bool:
+        place = len(self._met) - 1
+        passed = self._course.passed
+        return place < len(passed) and passed[place][:2] == [kind, name]
+
+    def finish(self, reason: str) -> None:
+        """Declare the job done although a loop has more; returning is then no mistake."""
+        self._finished = reason or "finished"
+        self._driver.say(f"the job finished by itself: {self._finished}")
+
+    def connect(self, url: str) -> Any:
+        """Open a database for this attempt; it is rolled back and closed at its end.
+
+        Args:
+            url: `sqlite:PATH` (an apsw connection; a relative path starts at the config's
+                folder), or `postgres://...` (a psycopg connection; needs the extra `postgres`).
+
+        Raises:
+            ConfigurationError: the URL, or a missing driver.
+            JobError: the database does not let us in.
+        """
+        with self._frame.left():
+            connection = open_database(url)
+            self._cleanups.push(
+                f"connection {mask_secrets(url)}", lambda: close_connection(connection)
+            )
+        return connection
+
+    def enter(self, resource: Any) -> Any:
+        """Enter a resource for this attempt and return what it gives; released in reverse order.
+
+        A DB-API connection is rolled back and closed, never committed.
+        """
+        name = type(resource).__name__
+        if hasattr(resource, "rollback") and hasattr(resource, "cursor"):
+            self._cleanups.push(name, lambda: close_connection(resource))
+            return resource
+        if hasattr(type(resource), "__enter__"):
+            entered = type(resource).__enter__(resource)
+            leave = type(resource).__exit__
+            self._cleanups.push(name, lambda: leave(resource, None, None, None))
+            return entered
+        self._cleanups.push(name, resource.close)
+        return resource
+
+    def on_exit(self, function: Callable[..., object], *arguments: object) -> None:
+        """Have a function called at the end of this attempt, in reverse order of all of them."""
+        name = getattr(function, "__name__", type(function).__name__)
+        self._cleanups.push(name, lambda: function(*arguments))
+
+    # -- between the job and the worker ------------------------------------------------------
+
+    def _begin(self, source: Any) -> None:
+        total = getattr(source, "total", None)
+        expected = total() if total is not None else None
+        self._driver.begin_batches(expected)
+
+    def _commit(self, link: Link) -> None:
+        if self._broken is not None:
+            raise self._broken
+        try:
+            self._driver.commit(link)
+        except BaseException as error:
+            self._broken = error
+            raise
+
+    def _stage(self, number: int, loop: str, rejects: list[Reject]) -> None:
+        self._driver.stage_rejects(number, loop, rejects)
+
+    def _pass_gate(self) -> None:
+        self._driver.pass_gate()
+
+    def _require_yielded(self) -> None:
+        if self._current is not None:
+            self._break(
+                f"Batch {self._current.number} was not yielded before the job read on.",
+                why="Yielding commits a batch; reading on would lose it.",
+                todo="End the loop's body with: yield batch",
+            )
+
+    def _break(self, what: str, *, why: str = "", todo: str = "") -> NoReturn:
+        """Refuse a break of the job's contract, also if the job swallows the error."""
+        error = JobError(what, why=why, unchanged="Nothing more was committed.", todo=todo)
+        self._broken = self._broken or error
+        raise error
+
+
+class CountingCursor(apsw.Cursor):
+    """An apsw cursor with the DB-API's `rowcount`: rows changed by the last call, in all."""
+
+    _before = 0
+
+    def execute(self, *arguments: Any, **named: Any) -> Any:
+        """Execute, with the count begun anew."""
+        self._before = self.connection.total_changes()
+        return super().execute(*arguments, **named)
+
+    def executemany(self, *arguments: Any, **named: Any) -> Any:
+        """Execute for each row of bindings, with the count begun anew."""
+        self._before = self.connection.total_changes()
+        return super().executemany(*arguments, **named)
+
+    @property
+    def rowcount(self) -> int:
+        """Return how many rows were changed since the last call began."""
+        return self.connection.total_changes() - self._before
+
+
+def open_database(url: str) -> Any:
+    """Open `sqlite:PATH` with apsw, or `postgres://...` with psycopg.
+
+    Raises:
+        ConfigurationError: an unknown kind of URL, or a missing driver.
+        JobError: the database does not let us in; secrets are masked.
+    """
+    if url.startswith("sqlite:"):
+        return _open_sqlite(Path(url.removeprefix("sqlite:").removeprefix("//")))
+    if url.startswith(POSTGRES_SCHEMES):
+        return _open_postgres(url)
+    raise ConfigurationError(
+        f"The database {mask_secrets(url)!r} has no scheme that batchrun knows.",
+        unchanged="Nothing was opened.",
+        todo='Write "sqlite:stock.db" or "postgres://user@host/name".',
+    )
+
+
+def _open_sqlite(path: Path) -> apsw.Connection:
+    try:
+        is_new = not path.exists()
+        connection = apsw.Connection(str(path))
+        connection.set_busy_timeout(int(BUSY_LIMIT_S * 1000))
+        connection.cursor_factory = CountingCursor
+        if is_new:
+            connection.pragma("journal_mode", "wal")
+        connection.pragma("synchronous", "FULL")
+        connection.pragma("foreign_keys", 1)
+    except (apsw.Error, OSError) as error:
+        raise JobError(
+            f"The database {path} cannot be opened: {error}.",
+            unchanged="Nothing was changed.",
+            todo=f"Is its folder there and writable? ls -ld {path.absolute().parent}",
+        ) from error
+    return connection
+
+
+def _open_postgres(url: str) -> Any:
+    try:
+        import psycopg  # an extra
+    except ImportError as error:
+        raise ConfigurationError(
+            "PostgreSQL needs the driver psycopg, which is not installed.",
+            unchanged="Nothing was opened.",
+            todo="Type: python -m pip install 'batchrun[postgres]'",
+        ) from error
+    try:
+        return psycopg.connect(url)
+    except psycopg.Error as error:
+        raise JobError(
+            f"The database {mask_secrets(url)} does not let us in.",
+            why=mask_secrets(str(error).strip()),
+            unchanged="Nothing was changed.",
+            todo="Check that it runs, and the name and password in the configuration.",
+        ) from None
+
+
+def close_connection(connection: Any) -> None:
+    """Roll back what is open and close; what was not committed was not meant to be."""
+    if isinstance(connection, apsw.Connection):
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+    else:
+        with contextlib.suppress(Exception):
+            connection.rollback()
+    connection.close()
+
+
+# -- sources --------------------------------------------------------------------------
+#
+# Sources: where records come from, in an order that can be taken up again.
+#
+# read(after, limit) goes on behind the cursor `after` (None: at the start) and returns one of
+#
+#   keyset   [record, ...]          cursor = key(last record); keys ascend strictly; [] is the end
+#   opaque   ([record, ...], next)  cursor = next; no order is demanded; next = None is the end
+#
+# A short answer is never the end. Every answer must move the cursor: the first key is greater
+# than `after`, or next differs from `after`; a source that stands still or goes in a circle
+# without a record is stopped, never looped over.
+#
+# Cursors of our own opaque sources:
+#
+#   Delimited, JsonLines   (byte offset, records, digest): bytes and records before the next record,
+#                          counted from 0 in the uncompressed bytes, header and BOM included;
+#                          digest = "LENGTH:SHA256[:32]" of the last record's bytes, line end too
+#   an iterable            (records, digest): records consumed, SHA256[:32] of the last one's text
+#
+# A cursor is valid if and only if what stands directly before it still has that digest. An invalid
+# one needs a person: the source is not what it was, and going on would skip or repeat records.
+
+UNCHANGED = "Nothing was taken from it; the checkpoint stays as it is."
+MAX_RECORD_LINES = 100
+FINGERPRINT_BYTES = 32 * 2**20  # of the head, and of the tail
+ESTIMATE_BYTES = 4 * 2**20
+BUFFER_BYTES = 2**18
+MAX_SETTLE_ROUNDS = 60
+NO_ROW = "FROM (SELECT 1 AS one) AS one LEFT JOIN {select} AS s ON 0 = 1"  # but its columns
+
+Key = str | int | tuple[str, ...] | tuple[int, ...] | Callable[[Any], Any]
+
+
+class Source(Protocol):
+    """Where records come from.
+
+    Optional, and used where present: `fingerprint() -> str | None` (equal for equal content),
+    `total() -> int | None` (records of the whole run, maybe an estimate), `close()`, and
+    `take_rejects() -> list[Reject]` (what reads have refused since the last call, in order).
+    """
+
+    def read(self, after: Any, limit: int, /) -> Any:
+        """Return at most `limit` records behind `after`, in one of the two shapes above."""
+
+    def key(self, record: Any, /) -> Any:
+        """Return what identifies the record; None if the source has no key."""
+
+
+def _getter(key: Key, sample: object) -> Callable[[Any], Any]:
+    """Return what takes the key from records like the sample: at C speed unless key is callable."""
+    if callable(key):
+        return key
+    names = key if isinstance(key, tuple) else (key,)
+    if names and all(isinstance(name, int) for name in names):
+        return itemgetter(*names)
+    if names and all(isinstance(name, str) for name in names):
+        by_name: Any = itemgetter if hasattr(sample, "keys") else attrgetter
+        return by_name(*names)  # type: ignore[no-any-return]
+    raise ConfigurationError(
+        f"key={key!r} is no key.",
+        why="A key is a field's name, its position from 0, a tuple of one of these, or a callable.",
+    )
+
+
+class _Keyed:
+    """A source that may have been given a key, found in its records by the first one's kind."""
+
+    def __init__(self, key: Key | None) -> None:
+        self._key = key
+        self.key: Callable[[Any], Any] = self._first_key if key is not None else _no_key
+
+    def _first_key(self, record: Any) -> Any:
+        self._resolve(record)
+        return self.key(record)
+
+    def _resolve(self, record: Any) -> None:
+        if self._key is not None:
+            self.key = _getter(self._key, record)
+
+
+def _no_key(_record: Any) -> None:
+    return None
+
+
+def _plain_key(key: Any) -> Any:
+    """Return the key as a cursor: zones with a history become the fixed offset of the moment.
+
+    Two datetimes of one zone compare by their wall clocks, wrongly where clocks are put back.
+    """
+    if isinstance(key, tuple):
+        return tuple(_plain_key(part) for part in key)
+    if isinstance(key, datetime) and key.tzinfo is not None:
+        offset = key.utcoffset()
+        return key if offset is None else key.replace(tzinfo=timezone(offset), fold=0)
+    return key
+
+
+def _digest(content: bytes) -> str:
+    from hashlib import sha256
+
+    return sha256(content).hexdigest()[:32]
+
+
+# --- Query ---
+
+
+def _utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _duration(value: float | timedelta) -> timedelta:
+    return value if isinstance(value, timedelta) else timedelta(seconds=value)
+
+
+def _as_moment(value: object) -> datetime:
+    """Return the moment that a timestamp, or its ISO 8601 text, means."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = datetime.fromisoformat(value)
+    if isinstance(value, datetime):
+        return value
+    raise ConfigurationError(
+        f"{value!r} is no timestamp.",
+        why="lag= and overlap= need a first key column of timestamps (or ISO 8601 text).",
+        todo="Leave lag= and overlap= out, or begin the key with such a column.",
+    )
+
+
+def _written_like(sample: object, moment: datetime) -> object:
+    """Return the moment in the sample's own notation, so that the database can compare both."""
+    if not isinstance(sample, str):
+        return moment
+    own, gap = _as_moment(sample), sample[10:11] or " "
+    for timespec in ("seconds", "milliseconds", "microseconds"):
+        texts = [value.isoformat(gap, timespec) for value in (own, moment)]
+        if sample.endswith("Z"):
+            texts = [text.removesuffix("+00:00") + "Z" for text in texts]
+        if texts[0] == sample:
+            return texts[1]
+    raise ConfigurationError(
+        f"The timestamp {sample!r} has a notation that cannot be compared as text.",
+        why="lag= and overlap= know YYYY-MM-DD hh:mm:ss, with T, .mmm, .mmmmmm, Z or +hh:mm.",
+    )
+
+
+def _kind(value: object) -> str:
+    """Return the kind of a key part: a cursor of another kind than the column's is stale."""
+    from numbers import Number
+
+    if isinstance(value, datetime):
+        return "datetime without zone" if value.tzinfo is None else "datetime with zone"
+    return "number" if isinstance(value, Number) else type(value).__name__
+
+
+class Query:
+    """The rows of a SELECT in the order of a unique key, by keyset and never by OFFSET.
+
+    `connection` is sqlite3's, apsw's, psycopg's, or another DB-API 2.0 connection with `?` or `%s`
+    as placeholder, row values and standard "quoting"; it stays the caller's. Rows come as the
+    driver gives them. `key` names columns of the SELECT, unique together; an index on them makes
+    each read cheap. `parameters` are those of the SELECT, in order.
+
+    The first read of an attempt refuses what keyset reading would lose rows over: NULL in the key,
+    rows behind the cursor with equal keys, text under a collation that is not binary. In PostgreSQL
+    text keys are compared under COLLATE "C"; unless the column or its database is so already, the
+    index must be too. Each read looks one row further, so that rows of equal key, written since,
+    are not split. A transaction that a read began (psycopg) is ended by it.
+
+    Timestamps of rows become visible late: they are set early in a transaction and seen after it.
+    `lag` (seconds or timedelta) leaves out rows younger than that when the attempt first reads;
+    make it longer than the longest writing transaction. `since` leaves out rows whose first key
+    column is less; `overlap` begins that much before `since` and thus gives records a second time,
+    to work that can take it. Both judge the first key column: timestamps, or their ISO 8601 text.
+    `zone` says which zone timestamps without one are in; `clock` returns now, with a zone.
+    """
+
+    def __init__(
+        self,
+        connection: Any,
+        select: str,
+        *,
+        key: str | tuple[str, ...],
+        parameters: Sequence[Any] = (),
+        lag: float | timedelta | None = None,
+        since: Any = None,
+        overlap: float | timedelta | None = None,
+        zone: tzinfo | None = None,
+        clock: Callable[[], datetime] = _utc_now,
+    ) -> None:
+        if isinstance(parameters, str | bytes | Mapping) or not key:
+            raise ConfigurationError(
+                "Query needs a key of column names, and parameters in order.",
+                todo='Write Query(connection, "SELECT ...", key="id", parameters=(value,)).',
+            )
+        if overlap is not None and since is None:
+            raise ConfigurationError(
+                "overlap= needs since=: what to begin before.",
+                todo="Give since= the newest timestamp that earlier runs have read.",
+            )
+        if overlap is not None:
+            since = _written_like(since, _as_moment(since) - _duration(overlap))
+        self._names = (key,) if isinstance(key, str) else tuple(key)
+        self.key: Callable[[Any], Any] = itemgetter(*self._names)
+        self._connection = connection
+        self._driver, self._placeholder = _driver_of(connection)
+        self._select = select.strip().rstrip(";")
+        self._parameters = tuple(parameters)
+        self._columns: list[str] = []  # of the key, as SQL
+        self._is_checked = False
+        self._since = since
+        self._until: object = None  # what lag= leaves
+        self._lag, self._zone, self._clock = lag, zone, clock
+
+    def read(self, after: Any, limit: int) -> list[Any]:
+        """Return the next rows; empty at the end."""
+        self._learn()
+        if not self._is_checked:
+            self._check(after)
+            self._is_checked = True
+        order = f"ORDER BY {', '.join(self._columns)} LIMIT {limit + 1}"
+        rows = self._ask("s.*", self._conditions(after), order)
+        if len(rows) > limit:
+            beyond = self.key(rows.pop())
+            if self.key(rows[-1]) == beyond:
+                raise self._not_unique(beyond, "Two or more")
+        return rows
+
+    def fingerprint(self) -> str:
+        """Return what a cursor depends on; rows may come and go between attempts."""
+        return f"rows by {', '.join(self._names)}"
+
+    def total(self) -> int:
+        """Return the number of rows of the whole run, by one count(*) at each call."""
+        self._learn()
+        return int(self._values("count(*) AS n", self._conditions(None))[0][0])
+
+    # -- the checks before the first read --
+
+    def _learn(self) -> None:
+        """Learn the key's columns and where lag= ends; once."""
+        if self._columns:
+            return
+        columns = self._find_key()
+        if self._driver == "postgres":
+            columns = [*map(self._by_bytes_in_postgres, columns)]
+        elif self._driver == "sqlite":
+            self._refuse_collations_in_sqlite(columns)
+        sample = self._values(columns[0], [], "LIMIT 1")
+        if sample and self._lag is not None:
+            self._until = self._newest(sample[0][0])
+        self._columns = columns
+
+    def _check(self, after: Any) -> None:
+        """Refuse what would lose rows; once per attempt."""
+        self._refuse_nulls()
+        if after is not None:
+            self._refuse_other_kind(after)
+        self._refuse_ties(after)
+
+    def _find_key(self) -> list[str]:
+        """Return the key's columns as SQL, and set what takes the key from a row."""
+        names: list[str] = []
+        empty = self._run(f"SELECT s.* {NO_ROW}", [], names)
+        for name in self._names:
+            if names.count(name) != 1:
+                raise ConfigurationError(
+                    f"The key column {name!r} is not one column of the SELECT.",
+                    why=f"Its columns are {', '.join(names)}.",
+                    todo="Give key= as the SELECT names it; add AS to tell columns apart.",
+                )
+        if hasattr(empty[0], "keys"):
+            self.key = itemgetter(*self._names)
+        else:
+            self.key = itemgetter(*map(names.index, self._names))
+        self._others = [name for name in names if name not in self._names]
+        return ["s." + '"{}"'.format(name.replace('"', '""')) for name in self._names]
+
+    def _by_bytes_in_postgres(self, column: str) -> str:
+        """Return the column, compared by bytes if it is text."""
+        is_text = f"(SELECT typcollation FROM pg_type WHERE oid = pg_typeof({column})::oid) <> 0"
+        of_text = f"CASE WHEN {is_text} THEN pg_collation_for({column}) END AS c"
+        [row] = self._run(f"SELECT pg_typeof({column})::text AS t, {of_text} {NO_ROW}", [])
+        type_name, collation = _tuple(row)
+        if type_name == "citext":
+            name = column.removeprefix("s.")
+            raise self._not_binary(name, "its type is citext", f"{name}::text AS {name}")
+        if collation is None:
+            return column
+        by = f"COLLATE {collation}"
+        [row] = self._run(f"SELECT 'Z' < '_' {by} AND '_' < 'a' {by} AS b", [])
+        return column if _tuple(row)[0] else f'{column} COLLATE "C"'
+
+    def _refuse_collations_in_sqlite(self, columns: list[str]) -> None:
+        probe = " ".join(f"UNION ALL SELECT '{text}'" for text in ("b", "A", "a", "a "))
+        for name, column in zip(self._names, columns, strict=True):
+            texts = f"(SELECT {column} AS k FROM {{select}} AS s WHERE 0 {probe}) AS p"
+            found = self._values("count(DISTINCT k) AS n, min(k) AS k", [], source=texts)
+            if found != [(4, "A")]:
+                todo = f"{name} COLLATE BINARY AS {name}"
+                raise self._not_binary(name, "its collation is NOCASE, RTRIM or one of yours", todo)
+
+    def _not_binary(self, name: str, why: str, todo: str) -> JobError:
+        return JobError(
+            f"The key column {name} is not compared byte by byte: {why}.",
+            why="Keys that differ count as equal there, so that rows would be skipped.",
+            unchanged=UNCHANGED,
+            todo=f"Write SELECT {todo}, and make an index so.",
+        )
+
+    def _refuse_nulls(self) -> None:
+        nulls = " OR ".join(f"{column} IS NULL" for column in self._columns)
+        if self._values("1 AS one", [(nulls, [])], "LIMIT 1"):
+            raise JobError(
+                f"The key ({', '.join(self._names)}) is NULL in some rows.",
+                why="NULL is neither before nor behind any key: such rows would never be read.",
+                unchanged=UNCHANGED,
+                todo=f"Add WHERE {' IS NOT NULL AND '.join(self._names)} IS NOT NULL, "
+                "or take a key without NULL.",
+            )
+
+    def _refuse_ties(self, after: Any) -> None:
+        """Refuse equal keys behind the cursor; those before it were refused as they were read."""
+        columns = ", ".join(self._columns)
+        ties = self._values(
+            f"{columns}, count(*) AS n",
+            self._conditions(after),
+            f"GROUP BY {columns} HAVING count(*) > 1 LIMIT 1",
+        )
+        for *key, count in ties:
+            raise self._not_unique(key[0] if len(key) == 1 else tuple(key), f"{count:,}")
+
+    def _not_unique(self, key: object, count: str) -> JobError:
+        more = "id" if "id" in self._others else (self._others or ["id"])[0]
+        names = ", ".join(f'"{name}"' for name in (*self._names, more))
+        return JobError(
+            f"The key ({', '.join(self._names)}) is not unique: {count} rows have {key!s}.",
+            why="A batch may end between rows of equal key; the others would be skipped.",
+            unchanged=UNCHANGED,
+            todo=f"Add columns that make it unique, for example key=({names}).",
+        )
+
+    def _refuse_other_kind(self, after: Any) -> None:
+        """Refuse a cursor that the database would compare with the key, but wrongly."""
+        stored = [*map(_kind, after if isinstance(after, tuple) else (after,))]
+        for sample in self._values(", ".join(self._columns), [], "LIMIT 1"):
+            found = [*map(_kind, sample)]
+            if stored == found:
+                continue
+            raise PersonNeeded(
+                f"The cursor {after!r} is not of this key ({', '.join(self._names)}).",
+                why=f"It is {', '.join(stored)}; the key is {', '.join(found)} now.",
+                unchanged=UNCHANGED,
+                todo="Bring the key back, or start the job with --fresh.",
+            )
+
+    def _newest(self, sample: object) -> object:
+        """Return the first key column's latest value that is read, written as the sample is."""
+        moment = self._clock() - _duration(self._lag or 0)
+        zone = _as_moment(sample).tzinfo
+        if zone is not None:
+            return _written_like(sample, moment.astimezone(zone))
+        if self._zone is None:
+            raise ConfigurationError(
+                f"lag= cannot judge {sample}: a timestamp without a zone.",
+                todo="Say which it is in, as zone=UTC (from datetime) or zone=ZoneInfo(...).",
+            )
+        return _written_like(sample, moment.astimezone(self._zone).replace(tzinfo=None))
+
+    # -- asking --
+
+    def _conditions(self, after: Any) -> list[tuple[str, list[Any]]]:
+        first, one = self._columns[0], self._placeholder
+        found: list[tuple[str, list[Any]]] = []
+        if self._since is not None:
+            found.append((f"{first} >= {one}", [self._since]))
+        if self._until is not None:
+            found.append((f"{first} <= {one}", [self._until]))
+        if after is not None and len(self._columns) == 1:
+            found.append((f"{first} > {one}", [after]))
+        elif after is not None:
+            ones = ", ".join([one] * len(self._columns))
+            found.append((f"({', '.join(self._columns)}) > ({ones})", list(after)))
+        return found
+
+    def _ask(
+        self,
+        what: str,
+        conditions: list[tuple[str, list[Any]]],
+        tail: str = "",
+        source: str = "{select} AS s",
+    ) -> list[Any]:
+        where = " AND ".join(f"({condition})" for condition, _ in conditions)
+        values = [value for _, values in conditions for value in values]
+        text = f"SELECT {what} FROM {source}{' WHERE ' if where else ''}{where} {tail}"
+        return self._run(text, values)
+
+    def _values(self, *asked: Any, **more: Any) -> list[tuple[Any, ...]]:
+        """Return the rows as tuples, whatever the connection makes of rows."""
+        return [_tuple(row) for row in self._ask(*asked, **more)]
+
+    def _run(self, text: str, values: list[Any], names: list[str] | None = None) -> list[Any]:
+        """Return the rows, and add the column names; a transaction that this began is over then."""
+        select = self._select
+        parameters = (*(self._parameters if "{select}" in text else ()), *values)
+        if self._placeholder == "%s" and values and not self._parameters:
+            select = select.replace("%", "%%")  # literal, as it is without parameters
+        text = text.replace("{select}", f"(\n{select}\n)")
+        was_idle = _is_idle(self._connection)
+        cursor = self._connection.cursor()
+        try:
+            cursor.execute(text, *([parameters] if parameters else []))
+            if names is not None:
+                names.extend(column[0] for column in cursor.description)
+            rows = cursor.fetchall()
+        except Exception:
+            if was_idle:
+                self._connection.rollback()
+            raise
+        finally:
+            cursor.close()
+        if was_idle:
+            self._connection.commit()  # not rollback: psycopg would forget what it has prepared
+        return rows  # type: ignore[no-any-return]
+
+
+def _tuple(row: Any) -> tuple[Any, ...]:
+    return tuple(row.values()) if isinstance(row, Mapping) else tuple(row)
+
+
+def _is_idle(connection: Any) -> bool:
+    """Tell whether a read would begin a transaction in the connection (psycopg's)."""
+    return getattr(getattr(connection, "info", None), "transaction_status", None) == 0
+
+
+def _driver_of(connection: Any) -> tuple[str, str]:
+    """Return the driver, sqlite and postgres taken together, and its placeholder."""
+    for cls in type(connection).__mro__:
+        driver = cls.__module__.partition(".")[0]
+        unsaid = "qmark" if driver == "apsw" else None
+        style = getattr(sys.modules.get(driver), "paramstyle", unsaid)
+        if driver in {"sqlite3", "apsw"} and getattr(connection, "autocommit", None) is False:
+            raise ConfigurationError(
+                "Query cannot end the read transactions of this sqlite3 connection.",
+                todo="Open it without autocommit=False.",
+            )
+        if style in {"qmark", "format", "pyformat"}:
+            names = {"apsw": "sqlite", "sqlite3": "sqlite", "psycopg": "postgres"}
+            return names.get(driver, driver), "?" if style == "qmark" else "%s"
+    raise ConfigurationError(
+        f"{type(connection).__module__}.{type(connection).__name__} is no connection for Query.",
+        why="It is neither apsw's nor a DB-API connection with ? or %s as placeholder.",
+        todo="Pass an open connection, or a callable read(after, limit) with key=.",
+    )
+
+
+# --- files ---
+
+
+class _Shared(TypedDict, total=False):
+    """The arguments that Delimited and JsonLines share; Delimited explains them."""
+
+    key: Key | None
+    encoding: str
+    parse: Callable[[Any], Any] | None
+    keep: Callable[[Any], object] | None
+    settle: float | timedelta | None
+    min_records: int
+    min_of_last: float | None
+    sleep: Callable[[float], object]
+
+
+class _RecordFile(_Keyed):
+    """What Delimited and JsonLines share: a held file, positions in it, and what is refused."""
+
+    last_success_read: int | None = None  # records that the last success read; set by the caller
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        key: Key | None = None,
+        encoding: str = "utf-8",
+        parse: Callable[[Any], Any] | None = None,
+        keep: Callable[[Any], object] | None = None,
+        settle: float | timedelta | None = None,
+        min_records: int = 0,
+        min_of_last: float | None = None,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        super().__init__(key)
+        self.path = Path(path)
+        self._parse, self._keep = parse, keep
+        self._encoding = _encoding(encoding, self.path)
+        self._settle, self._sleep = settle, sleep
+        self._min_records, self._min_of_last = min_records, min_of_last
+        self._stream: Any = None  # the uncompressed bytes
+        self._offset = self._first = self._number = 0
+        self._position: object = None  # what the next read in a row passes as `after`
+        self._rejects: list[Reject] = []
+
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file; a later read opens whatever has its name then."""
+        if self._stream is not None:
+            self._stream.close()
+            self._file.close()
+            self._stream = None
+
+    def read(self, after: Any, limit: int) -> tuple[list[Any], Any]:
+        """Return what is left of the next `limit` records after keep= and parse=, and where."""
+        self._open()
+        try:
+            if after is None or after != self._position:
+                self._go_to(after)
+            self._position = self  # nowhere, should this read fail
+            first = self._number + 1
+            raw, last = self._take(limit)
+            records = self._accepted(raw, first)
+        finally:
+            self._refuse_changed()
+        if not raw:
+            self._refuse_thin()
+            return [], None
+        self._number += len(raw)
+        self._position = self._offset, self._number, f"{len(last)}:{_digest(last)}"
+        return records, self._position
+
+    def take_rejects(self) -> list[Reject]:
+        """Return the records that parse= has refused since the last call."""
+        rejects, self._rejects = self._rejects, []
+        return rejects
+
+    def fingerprint(self) -> str:
+        """Return size and SHA-256 of the file as stored: all of it, or beyond 64 MB both ends."""
+        from hashlib import sha256
+
+        self._open()
+        size, found = self._stat.st_size, sha256()
+        ends = [(0, FINGERPRINT_BYTES), (max(FINGERPRINT_BYTES, size - FINGERPRINT_BYTES), size)]
+        for start, end in ends:
+            for at in range(start, min(end, size), BUFFER_BYTES):
+                length = min(BUFFER_BYTES, min(end, size) - at)
+                found.update(os.pread(self._file.fileno(), length, at))
+        self._refuse_changed()
+        return f"{size}:{found.hexdigest()}"
+
+    def total(self) -> int | None:
+        """Return about how many records there are, from the lines of the first 4 MB.
+
+        Exact up to that size if there is no empty line and no line end in quotes; None for gzip.
+        """
+        self._open()
+        if self._stream is not self._file:
+            return None
+        size = self._stat.st_size - self._first
+        head = os.pread(self._file.fileno(), min(ESTIMATE_BYTES, size), self._first)
+        lines = head.count(b"\n") + (size == len(head) and head[-1:] not in {b"", b"\n"})
+        return round(lines * size / len(head)) if head else 0
+
+    # -- what a format adds --
+
+    def _take(self, limit: int) -> tuple[list[Any], bytes]:
+        """Return up to `limit` records and the last one's bytes; count the bytes in _offset."""
+        raise NotImplementedError
+
+    def _begin(self) -> None:
+        """Read what stands before the first record."""
+
+    def _jumped(self) -> None:
+        """Forget what was read ahead."""
+
+    # -- the held file --
+
+    def _open(self) -> None:
+        if self._stream is not None:
+            return
+        try:
+            self._await_stillness()
+            if not self.path.is_file() and self.path.stat():
+                raise ConfigurationError(f"{self.path} is no regular file: it has no positions.")
+            self._file = self.path.open("rb", buffering=BUFFER_BYTES)
+        except OSError as error:
+            raise SourceError(f"{self.path} cannot be read.", why=str(error)) from error
+        self._stat = os.fstat(self._file.fileno())
+        self._stream = self._file
+        if os.pread(self._file.fileno(), 2, 0) == b"\x1f\x8b":
+            import gzip
+            import io
+
+            unpacked: Any = gzip.GzipFile(fileobj=self._file)
+            self._stream = io.BufferedReader(unpacked, BUFFER_BYTES)
+        self._position, self._number = self, 0
+        self._offset = self._skip_mark()
+        self._begin()
+        self._first = self._offset
+
+    def _await_stillness(self) -> None:
+        """Wait until size and time of change stay equal over settle=."""
+        if self._settle is None:
+            return
+        wait_s = _duration(self._settle).total_seconds()
+        for _ in range(MAX_SETTLE_ROUNDS):
+            before = _version(self.path.stat())
+            self._sleep(wait_s)
+            if _version(self.path.stat()) == before:
+                return
+        raise SourceError(
+            f"{self.path} is still being written.",
+            why=f"It was not still for {wait_s:g} s in any of {MAX_SETTLE_ROUNDS} tries.",
+            unchanged=UNCHANGED,
+        )
+
+    def _skip_mark(self) -> int:
+        """Go past a UTF-8 byte order mark and return its length; refuse one of UTF-16 or UTF-32."""
+        try:
+            head = bytes(self._stream.peek(4)[:4])
+        except self._torn() as error:
+            raise self._unreadable(0, 1, str(error)) from error
+        if head[:2] in {b"\xff\xfe", b"\xfe\xff"}:
+            wide = head == b"\xff\xfe\x00\x00"
+            raise _not_ascii("UTF-32" if wide else "UTF-16", self.path)
+        return len(self._stream.read(3)) if head.startswith(b"\xef\xbb\xbf") else 0
+
+    def _refuse_changed(self) -> None:
+        if _version(os.fstat(self._file.fileno())) != _version(self._stat):
+            raise PersonNeeded(
+                f"{self.path} was changed in place while it was read.",
+                why="What was read and what would follow belong to different versions.",
+                unchanged=UNCHANGED,
+                todo="Write feeds under another name and rename them; then run with --fresh.",
+            )
+
+    def _go_to(self, after: Any) -> None:
+        """Go to a position, if what stands before it is what stood there."""
+        self._jumped()
+        self._rejects = []
+        offset, number, digest = after or (self._first, 0, "0:")
+        length = int(digest.partition(":")[0])
+        try:
+            self._stream.seek(offset - length)
+            last = self._stream.read(length)
+        except self._torn() as error:
+            raise self._unreadable(offset, number, str(error)) from error
+        if after is not None and digest != f"{length}:{_digest(last)}":
+            raise PersonNeeded(
+                f"{self.path} has changed: another record {number:,} ends at byte {offset:,}.",
+                why="It was replaced, sorted or cut between two attempts.",
+                unchanged=UNCHANGED,
+                todo="Bring the old file back, or start the job with --fresh.",
+            )
+        self._offset, self._number = offset, number
+
+    def _lines(self, limit: int) -> list[bytes]:
+        """Return up to `limit` lines; they are not counted yet."""
+        lines: list[bytes] = []
+        try:
+            lines.extend(islice(self._stream, limit))
+        except self._torn() as error:  # extend has kept the whole lines before
+            raise self._unreadable(*self._at(lines, len(lines)), str(error)) from error
+        return lines
+
+    def _texts(self, lines: list[bytes]) -> list[str]:
+        """Return the lines decoded all at once, without line ends."""
+        content = b"".join(lines)
+        try:
+            text = content.decode(self._encoding)
+        except UnicodeDecodeError as error:
+            index = content.count(b"\n", 0, error.start)
+            raise self._unreadable(*self._at(lines, index), str(error)) from error
+        return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+
+    def _torn(self) -> tuple[type[Exception], ...]:
+        """Return what reading raises where gzip is cut or damaged, or the disk is."""
+        from zlib import error
+
+        return EOFError, OSError, error
+
+    def _at(self, lines: list[bytes], index: int) -> tuple[int, int]:
+        """Return byte offset and number of a line's record, one record a line."""
+        before = lines[:index]
+        full = sum(1 for line in before if line.strip(b"\r\n"))
+        return self._offset + sum(map(len, before)), self._number + full + 1
+
+    # -- what is refused --
+
+    def _unreadable(self, offset: int, number: int, why: str) -> SourceError:
+        return SourceError(
+            f"{self.path}: record {number:,}, which begins at byte {offset:,}, cannot be read.",
+            why=why,
+            unchanged=UNCHANGED,
+        )
+
+    def _accepted(self, raw: list[Any], first: int) -> list[Any]:
+        """Return the records that keep= lets through, as parse= makes them."""
+        if self._keep is not None or self._parse is not None:
+            numbered = enumerate(raw, first)
+            return [record for number, one in numbered for record in self._parsed(one, number)]
+        return raw
+
+    def _parsed(self, record: Any, number: int) -> list[Any]:
+        if self._keep is not None and not self._keep(record):
+            return []
+        try:
+            return [record if self._parse is None else self._parse(record)]
+        except (ValueError, KeyError) as error:
+            reason = f"record {number}: {type(error).__name__}: {error}"
+            self._rejects.append(Reject(record, reason))
+            return []
+
+    def _refuse_thin(self) -> None:
+        least: float = self._min_records
+        why = f"min_records = {self._min_records:,}"
+        last, share = self.last_success_read, self._min_of_last
+        if last is not None and share is not None and last * share > least:
+            least, why = last * share, f"the last success read {last:,}; min_of_last = {share:g}"
+        if self._number < least:
+            raise PersonNeeded(
+                f"{self.path} ended after {self._number:,} records: too few.",
+                why=f"{why[0].upper()}{why[1:]}.",
+                unchanged="What was committed stays; the run is not a success.",
+                todo="Look at the feed; if it is right, lower the limit and resume.",
+            )
+
+
+def _version(found: os.stat_result) -> tuple[int, int]:
+    return found.st_size, found.st_mtime_ns
+
+
+def _not_ascii(encoding: str, path: Path) -> ConfigurationError:
+    from shlex import quote
+
+    source, target = quote(str(path)), quote(f"{path}.utf8")
+    return ConfigurationError(
+        f"{path}: {encoding} cannot be read by byte positions.",
+        why="A byte of it may look like a line end or a delimiter and be part of a character.",
+        todo=f"iconv -f {encoding} -t UTF-8 {source} > {target}",
+    )
+
+
+def _encoding(name: str, path: Path) -> str:
+    """Return the encoding if every ASCII byte in it means itself, wherever it stands."""
+    from codecs import lookup
+
+    try:
+        found = lookup(name).name.removesuffix("-sig")
+        if found not in {"utf-8", "ascii", "iso8859-1"} and not _keeps_ascii(name):
+            raise _not_ascii(name, path)
+    except LookupError as error:
+        raise ConfigurationError(f"{name!r} is no text encoding that Python knows.") from error
+    return found
+
+
+def _keeps_ascii(encoding: str) -> bool:
+    """Tell whether ASCII bytes mean themselves after an escape and after each other byte."""
+    try:
+        ascii_only = bytes(range(128)) + b"\x1b$B!!\x1b(B"
+        if ascii_only.decode(encoding) != ascii_only.decode("ascii"):
+            return False
+    except UnicodeError:
+        return False
+    for lead, trail in product(range(128, 256), "@A\\|~"):
+        with contextlib.suppress(UnicodeError):
+            if not bytes([lead, ord(trail)]).decode(encoding).endswith(trail):
+                return False
+    return True
+
+
+class Delimited(_RecordFile):
+    """The records of a CSV or TSV file, plain or gzip, as dicts or as parse= makes them.
+
+    `key` names what identifies a record (see as_source); the position does not depend on it.
+    Without `columns` the first record names them. Tab is the delimiter of *.tsv and *.tab (also
+    *.gz), else comma; `quoting` is on unless the delimiter is tab. Every record must have a field
+    for each column; an empty line is no record (with one column it is one, with an empty field).
+    Records are counted from 1. `keep` sees a record first, as a dict; `parse` rejects one by
+    raising ValueError or KeyError. `settle` (seconds) waits at open until the file has been still
+    for that long, by `sleep`. At the end, fewer than `min_records` or `min_of_last` (a share of what the last
+    success read), rejects and those not kept included, need a person.
+
+    The file is held open: replaced by rename, the old one is read to its end; changed in place, it
+    needs a person.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        columns: Sequence[str] | None = None,
+        delimiter: str | None = None,
+        quoting: bool | None = None,
+        **shared: Unpack[_Shared],
+    ) -> None:
+        super().__init__(path, **shared)
+        if delimiter is None:
+            is_tsv = self.path.name.lower().removesuffix(".gz").endswith((".tsv", ".tab"))
+            delimiter = "\t" if is_tsv else ","
+        if len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n':
+            raise ConfigurationError(f"delimiter={delimiter!r} must be one ASCII character.")
+        if isinstance(columns, str):
+            raise ConfigurationError('columns= wants a list of names, as ["sku", "quantity"].')
+        self._delimiter = delimiter
+        self._quoting = delimiter != "\t" if quoting is None else quoting
+        self._named = None if columns is None else list(columns)
+        self._columns: list[str] = []
+        self._reader: Any = None  # a csv.reader
+        self._open_lines: list[bytes] = []  # of the record that it is reading
+
+    def _begin(self) -> None:
+        self._jumped()
+        self._columns = self._named or []
+        if self._named is None:
+            rows = self._rows(1)[0]
+            self._columns = rows[0] if rows else []
+        twice = {name for name in self._columns if self._columns.count(name) > 1}
+        if twice:
+            raise SourceError(
+                f"{self.path} has two columns of one name: {', '.join(sorted(twice))}.",
+                todo="Give columns= with names of your own for a file without a header line.",
+            )
+        self._refuse_missing_key()
+
+    def _refuse_missing_key(self) -> None:
+        if self._parse is not None or self._key is None or callable(self._key):
+            return
+        names = self._key if isinstance(self._key, tuple) else (self._key,)
+        missing = [str(name) for name in names if self._columns and name not in self._columns]
+        if missing:
+            raise ConfigurationError(
+                f"{self.path} has no column {', '.join(missing)} for key=.",
+                why=f"Its columns are {', '.join(self._columns)}.",
+            )
+
+    def _take(self, limit: int) -> tuple[list[Any], bytes]:
+        rows, last = self._rows(limit)
+        columns = self._columns  # one for each field: strict= would be checked twice, at 10 %
+        return [dict(zip(columns, row)) for row in rows], last  # noqa: B905
+
+    def _rows(self, limit: int) -> tuple[list[list[str]], bytes]:
+        """Return the fields of up to `limit` records, and the bytes of the last."""
+        return (self._rows_in_quotes if self._quoting else self._rows_of_lines)(limit)
+
+    def _rows_of_lines(self, limit: int) -> tuple[list[list[str]], bytes]:
+        width = len(self._columns)
+        while lines := self._lines(limit):
+            texts = self._texts(lines)
+            full = texts if width == 1 or "" not in texts else [text for text in texts if text]
+            rows = [text.split(self._delimiter) for text in full]
+            if width and not {width}.issuperset(map(len, rows)):
+                bad = [width if not text else text.count(self._delimiter) + 1 for text in texts]
+                index = next(index for index, found in enumerate(bad) if found != width)
+                raise self._wrong_width(*self._at(lines, index), bad[index])
+            self._offset += sum(map(len, lines))
+            if rows:
+                return rows, lines[-1]
+        return [], b""
+
+    def _rows_in_quotes(self, limit: int) -> tuple[list[list[str]], bytes]:
+        from csv import Error
+
+        unreadable: tuple[type[Exception], ...] = (Error, ValueError, *self._torn())
+        rows: list[list[str]] = []
+        width, last = len(self._columns), [b""]
+        try:
+            for found in self._csv_reader():
+                row = found or [""] * (width == 1)
+                if row:
+                    if width not in {0, len(row)}:
+                        raise self._wrong_width(*self._begun(rows), len(row))
+                    rows.append(row)
+                last, self._open_lines = self._open_lines, []
+                if len(rows) == limit:
+                    break
+        except unreadable as error:
+            why = "a quote that opens in it is still open at the end of the file"
+            why = why if str(error) == "unexpected end of data" else str(error)
+            raise self._unreadable(*self._begun(rows), why) from error
+        return rows, b"".join(last)
+
+    def _csv_reader(self) -> Any:
+        if self._reader is None:
+            from csv import reader
+
+            self._reader = reader(self._fed(), delimiter=self._delimiter, strict=True)
+        return self._reader
+
+    def _fed(self) -> Iterator[str]:
+        """Give the csv reader its lines: it takes no more than the record needs."""
+        for line in self._stream:
+            self._open_lines.append(line)
+            self._offset += len(line)
+            if len(self._open_lines) > MAX_RECORD_LINES:
+                raise ValueError(f"a quote is still open after {MAX_RECORD_LINES} lines")
+            yield line.decode(self._encoding)
+
+    def _begun(self, rows: list[list[str]]) -> tuple[int, int]:
+        """Return byte offset and number of the record that is being read."""
+        return self._offset - sum(map(len, self._open_lines)), self._number + len(rows) + 1
+
+    def _jumped(self) -> None:
+        self._reader, self._open_lines = None, []
+
+    def _wrong_width(self, offset: int, number: int, found: int) -> SourceError:
+        return self._unreadable(
+            offset, number, f"it has {found} fields; the columns are {len(self._columns)}"
+        )
+
+
+class JsonLines(_RecordFile):
+    """The records of a file of one JSON value a line, plain or gzip.
+
+    An empty line is no record. The other arguments, and what ends the reading, are Delimited's.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], **shared: Unpack[_Shared]) -> None:
+        super().__init__(path, **shared)
+
+    def _take(self, limit: int) -> tuple[list[Any], bytes]:
+        from json import loads
+
+        while lines := self._lines(limit):
+            records = []
+            for index, text in enumerate(self._texts(lines)):
+                try:
+                    if text:
+                        records.append(loads(text))
+                except (ValueError, RecursionError) as error:
+                    why = f"it is no JSON: {error}"
+                    raise self._unreadable(*self._at(lines, index), why) from error
+            self._offset += sum(map(len, lines))
+            if records:
+                return records, lines[-1]
+        return [], b""
+
+
+# --- callables and iterables ---
+
+
+class _Called(_Keyed):
+    """A function read(after, limit) as a source."""
+
+    def __init__(self, function: Callable[[Any, int], Any], key: Key | None) -> None:
+        super().__init__(key)
+        self._function = function
+
+    def read(self, after: Any, limit: int) -> Any:
+        got = self._function(after, limit)
+        if isinstance(got, list) and got:
+            self._resolve(got[0])
+        return got
+
+
+class _Iterated(_Keyed):
+    """An iterable as a source; cursor = (records consumed, digest of the last one)."""
+
+    def __init__(self, iterable: Iterable[Any], key: Key | None) -> None:
+        super().__init__(key)
+        self._iterable, self._rest = iterable, iter(iterable)
+        self._position: tuple[int, str] = (0, "")
+
+    def total(self) -> int | None:
+        return len(self._iterable) if isinstance(self._iterable, Sized) else None
+
+    def read(self, after: Any, limit: int) -> tuple[list[Any], Any]:
+        wanted = (0, "") if after is None else tuple(after)
+        if wanted != self._position:
+            self._skip_to(wanted)
+        records = list(islice(self._rest, limit))
+        if not records:
+            return [], None
+        self._position = self._position[0] + len(records), self._identity(records[-1])
+        return records, self._position
+
+    def _skip_to(self, wanted: tuple[Any, ...]) -> None:
+        count = wanted[0]
+        if count < self._position[0]:
+            self._rest, self._position = iter(self._iterable), (0, "")
+            if self._rest is self._iterable:
+                raise JobError(
+                    "An iterator cannot be read again from an earlier record.",
+                    todo="Pass a list, or a Delimited, JsonLines or Query.",
+                )
+        skipped, found = count - self._position[0], self._position[1]
+        if skipped:
+            last = next(islice(self._rest, skipped - 1, skipped), self)
+            found = "" if last is self else self._identity(last)
+        if (count, found) != wanted:
+            raise PersonNeeded(
+                "The iterable gives other records than before.",
+                why=f"Its record {count:,} is another one, or missing.",
+                unchanged=UNCHANGED,
+                todo="Make it give the same records in the same order, or start with --fresh.",
+            )
+        self._position = count, found
+
+    def _identity(self, record: Any) -> str:
+        """Return the digest of the record's key, or of its text without a key."""
+        text = repr(record if self._key is None else self.key(record))
+        if " at 0x" in text:
+            raise ConfigurationError(
+                f"A record cannot be known again by its text {text[:80]}.",
+                why="The text holds a memory address, which is another one in each process.",
+                todo="Give key=, or make the records dicts, tuples or dataclasses.",
+            )
+        return _digest(text.encode("utf-8", "surrogatepass"))
+
+
+def as_source(source: Any, key: Key | None = None) -> Source:
+    """Return a source for a Source, a callable read(after, limit), or an iterable.
+
+    `key` is a field or attribute name, a position from 0, a tuple of these, or a callable.
+    """
+    kind = type(source).__name__
+    if callable(getattr(source, "read", None)) and callable(getattr(source, "key", None)):
+        if key is not None:
+            raise ConfigurationError(f"Give key= to {kind}(...) itself, not beside it.")
+        return source  # type: ignore[no-any-return]
+    if key is not None and not callable(key):
+        _getter(key, {})
+    _refuse_no_source(source)
+    return _Called(source, key) if callable(source) else _Iterated(source, key)
+
+
+def _refuse_no_source(source: object) -> None:
+    kind = type(source).__name__
+    if isinstance(source, set | frozenset):
+        raise ConfigurationError(
+            "A set is no source: its order changes from process to process.",
+            todo="Pass sorted(...) of it.",
+        )
+    if isinstance(source, dict | str | bytes | bytearray):
+        todo = f"Pass {'list(it.items())' if isinstance(source, dict) else 'a list of records'}."
+        raise ConfigurationError(f"A {kind} is no source of records.", todo=todo)
+    if not callable(source) and not isinstance(source, Iterable):
+        raise ConfigurationError(
+            f"A {kind} is no source of records.",
+            why="It has no read and key, cannot be called, and cannot be iterated over.",
+        )
+
+
+# --- filling batches ---
+
+
+class Page(NamedTuple):
+    """The records of one batch, and where the next one begins."""
+
+    records: list[Any]
+    cursor: Any  # behind the last record; the one before if nothing was read or this is the end
+    ended: bool  # no more can come
+    rejects: list[Reject]  # read and refused by the source, up to the cursor
+    first_key: Any  # None without records, or without a key
+    last_key: Any
+
+
+class Reader:
+    """Fills batches from a source and checks that it advances.
+
+    A batch holds at most `limit` records and rejects together, unless one opaque answer is longer:
+    that is not split, and waits for a batch of its own. It is shorter only at the end, or before
+    such an answer. `after` and `ended` are those of the last Page that was committed.
+    """
+
+    def __init__(self, source: Source, after: Any, ended: bool = False, name: str = "main") -> None:
+        self._source, self._cursor, self._ended, self._name = source, after, ended, name
+        self._waiting: Page | None = None
+        self._landmark, self._until_next, self._interval = after, 1, 1
+
+    def read_batch(self, limit: int) -> Page:
+        """Return the next batch; without records and rejects, and ended, once all was read.
+
+        Rejects may come without a record.
+        """
+        if limit < 1:
+            raise ConfigurationError(f"A batch of {limit} records cannot be read.")
+        start, records, rejects = self._cursor, list[Any](), list[Reject]()
+        while (room := limit - len(records) - len(rejects)) > 0 and not self._ended:
+            page = self._waiting or self._read(room)
+            self._waiting = page if room < len(page.records) + len(page.rejects) else None
+            if self._waiting and room < limit:
+                break
+            self._waiting = None
+            records += page.records
+            rejects += page.rejects
+            self._cursor, self._ended = page.cursor, page.ended
+        if not records:
+            return Page([], self._cursor if rejects else start, self._ended, rejects, None, None)
+        first, last = (_plain_key(self._source.key(records[index])) for index in (0, -1))
+        return Page(records, self._cursor, self._ended, rejects, first, last)
+
+    def _read(self, room: int) -> Page:
+        got = self._source.read(self._cursor, room)
+        if isinstance(got, list):
+            cursor = self._checked_keys(got[:room]) if got else self._cursor
+            return Page(got[:room], cursor, not got, self._rejects(), None, None)
+        if isinstance(got, tuple) and isinstance(got[0], list):
+            records, following = got
+            ended = following is None
+            if not ended:
+                self._check_advance(following)
+            cursor = self._cursor if ended else following
+            return Page(records, cursor, ended, self._rejects(), None, None)
+        raise JobError(
+            f"The source of loop {self._name} read a {type(got).__name__}.",
+            why="read(after, limit) returns a list of records, or (list of records, next cursor).",
+        )
+
+    def _rejects(self) -> list[Reject]:
+        take = getattr(self._source, "take_rejects", None)
+        return [] if take is None else list(take())
+
+    def _checked_keys(self, records: list[Any]) -> Any:
+        """Return the last key, if keys ascend strictly from the cursor on."""
+        key = self._source.key
+        if (first := key(records[0])) is None:
+            raise JobError(
+                f"The source of loop {self._name} read a list, so it needs a key.",
+                why="The key of the last record says where to go on.",
+                todo="Give key=, or return (records, next cursor).",
+            )
+        try:
+            if self._cursor is not None and not self._cursor < first:
+                raise self._standstill(f"after {self._cursor!r} came {first!r}")
+            # Sorting backwards keeps equal keys in order: only strict ascent gives the mirror image
+            # (equal records aside). All of it happens in C.
+            if sorted(records, key=key, reverse=True) != records[::-1]:
+                self._check_ascent([_comparable(key(record)) for record in records])
+        except TypeError as error:
+            raise JobError(
+                f"The keys of loop {self._name} cannot be compared: {error}.",
+                why=f"The cursor is {self._cursor!r}, the first key {first!r}.",
+                unchanged=UNCHANGED,
+                todo="Take a key whose values are all of one type and never None.",
+            ) from error
+        return _plain_key(key(records[-1]))
+
+    def _check_ascent(self, keys: list[Any]) -> None:
+        for index, rises in enumerate(map(lt, keys, keys[1:])):
+            if not rises:
+                raise JobError(
+                    f"The source of loop {self._name} is not in the order of its key.",
+                    why=f"Record {index + 2} has {keys[index + 1]!r}, after {keys[index]!r}.",
+                    unchanged=UNCHANGED,
+                    todo="Order by the whole key, ascending, and add columns until it is unique.",
+                )
+
+    def _check_advance(self, following: Any) -> None:
+        """Refuse a next cursor that was there before (Brent's search for a cycle)."""
+        if following in (self._cursor, self._landmark):
+            raise self._standstill(f"after {self._cursor!r} it says to go on at {following!r}")
+        self._until_next -= 1
+        if self._until_next == 0:
+            self._interval *= 2
+            self._landmark, self._until_next = following, self._interval
+
+    def _standstill(self, why: str) -> JobError:
+        return JobError(
+            f"The source of loop {self._name} does not advance: {why}.",
+            unchanged=UNCHANGED,
+            todo="read(after, limit) must return only what comes after the cursor.",
+        )
+
+
+def _comparable(key: Any) -> Any:
+    """Return the key with datetimes in UTC: those of one zone compare by their wall clocks."""
+    if isinstance(key, tuple):
+        return tuple(_comparable(part) for part in key)
+    aware = isinstance(key, datetime) and key.tzinfo is not None
+    return key.astimezone(UTC) if aware else key
+
+
+# ======================================================================================
+# 10. Recovery: make ledger, checkpoint and locks agree
+# ======================================================================================
+#
+# What a start finds, first row that applies. Nothing is written before the verdict; the admission
+# then does what it says, in its own transaction. Nothing here ever begins at record 1 silently.
+
+START, GO_ON, FORWARD, REWRITE, REFUSE = "start", "go on", "forward", "rewrite", "refuse"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a start finds of one run.
+
+    Attributes:
+        run: the ledger's row.
+        ledger: the ledger's uuid.
+        newest_event: the highest event id in the ledger.
+        checkpoint: what the file holds; None if it is missing or broken.
+        digest: its hash.
+        broken: why the file is not valid; empty if it is valid or missing.
+        ancestor: the hash that the ledger has for the checkpoint's number, if it has one.
+    """
+
+    run: Run
+    ledger: str
+    newest_event: int
+    checkpoint: Checkpoint | None
+    digest: str
+    broken: str
+    ancestor: str | None
+
+    @property
+    def file(self) -> Checkpoint:
+        """Return the checkpoint of a file that is known to be valid."""
+        return cast("Checkpoint", self.checkpoint)
+
+    @property
+    def ahead(self) -> int:
+        """Return by how many commits the file is ahead of the ledger."""
+        return self.file.number - self.run.number
+
+
+VERDICTS: tuple[tuple[str, str, Callable[[Found], bool]], ...] = (
+    (
+        START,
+        "no checkpoint and no commit in the ledger",
+        lambda f: f.checkpoint is None and not f.broken and f.run.number == 0,
+    ),
+    (
+        REFUSE,
+        "a broken checkpoint, and no copy of it in the ledger",
+        lambda f: f.checkpoint is None and f.run.checkpoint is None,
+    ),
+    (
+        REWRITE,
+        "the checkpoint is missing or broken; the ledger has its bytes",
+        lambda f: f.checkpoint is None,
+    ),
+    (
+        REFUSE,
+        "the checkpoint belongs to another ledger, job or run",
+        lambda f: (f.file.ledger, f.file.job, f.file.run) != (f.ledger, f.run.job, f.run.id),
+    ),
+    (
+        REFUSE,
+        "the checkpoint's generation is newer than the ledger's",
+        lambda f: f.file.generation > f.run.generation,
+    ),
+    (
+        REFUSE,
+        "the ledger is behind the events that the checkpoint names",
+        lambda f: f.file.event > f.newest_event,
+    ),
+    (
+        GO_ON,
+        "checkpoint and ledger agree",
+        lambda f: f.ahead == 0 and f.digest == f.run.hash,
+    ),
+    (
+        FORWARD,
+        "the checkpoint is one commit ahead and hangs on the ledger's newest",
+        lambda f: f.ahead == 1 and f.file.previous == f.run.hash,
+    ),
+    (
+        REWRITE,
+        "the checkpoint is older than the ledger and is that link of its chain",
+        lambda f: f.ahead < 0 and f.digest == f.ancestor and f.run.checkpoint is not None,
+    ),
+    (REFUSE, "the checkpoint does not fit the ledger's chain of commits", lambda _: True),
+)
+
+
+def verdict(found: Found) -> tuple[str, str]:
+    """Return what a start has to do (START, GO_ON, ...) and the sentence that says why."""
+    return next((action, why) for action, why, applies in VERDICTS if applies(found))
+
+
+def look(ledger: Ledger, store: CheckpointStore, run: Run) -> Found:
+    """Read what there is of a run, changing nothing.
+
+    Raises:
+        NewerFormat: a newer batchrun wrote the checkpoint.
+    """
+    checkpoint, digest, broken = None, "", ""
+    try:
+        content = store.read(run.id)
+        if content is not None:
+            checkpoint, digest = parse_checkpoint(content)
+    except BrokenCheckpoint as error:
+        broken = error.what
+    row = None
+    if checkpoint is not None and checkpoint.number < run.number:
+        row = ledger.commit_row(run, checkpoint.number)
+    return Found(
+        run,
+        ledger.uuid,
+        ledger.newest_event(),
+        checkpoint,
+        digest,
+        broken,
+        row.hash if row else None,
+    )
+
+
+def agree(ledger: Ledger, store: CheckpointStore, run: Run, *, anew: bool) -> Agreement:
+    """Judge a run's ledger and checkpoint and return what makes them agree.
+
+    Args:
+        anew: write the accepted checkpoint anew even if nothing is wrong, since after an unclean
+            end what was read may be in memory only.
+
+    Raises:
+        PersonNeeded: they cannot both be true.
+    """
+    found = look(ledger, store, run)
+    action, why = verdict(found)
+    path = store.path(run.id)
+    if action == REFUSE:
+        raise cannot_agree(found, why, path)
+    if action == FORWARD:
+        content, _ = checkpoint_bytes(found.file)
+        said = (
+            f"commit {found.file.number} was in the checkpoint only: the ledger is rolled forward"
+        )
+        return Agreement(said, forward=found.file, content=content if anew else None)
+    if action == REWRITE:
+        state = found.broken or ("missing" if found.checkpoint is None else "older than the ledger")
+        said = f"the checkpoint {path} was {state}: restored from the ledger's copy of {run.number}"
+        return Agreement(said, content=run.checkpoint)
+    if action == GO_ON and anew:
+        return Agreement(content=run.checkpoint)
+    return Agreement()
+
+
+def cannot_agree(found: Found, why: str, path: Path) -> PersonNeeded:
+    """Return the letter for a run whose ledger and checkpoint contradict each other."""
+    run = found.run
+    if found.checkpoint is None:
+        held = f"{path}: {found.broken}"
+        lost = "where it stood"
+    else:
+        held = f"{path}: commit {found.file.number} of generation {found.file.generation}"
+        first, last = run.number + 1, found.file.number - 1
+        lost = f"the rows of commits {first} to {last}" if last >= first else "no row known"
+    return PersonNeeded(
+        f"Run {run.id} of {run.job} cannot go on: {why}.",
+        why=f"Found {held}; in the ledger: commit {run.number} of generation {run.generation}."
+        f" Known to be lost: {lost}.",
+        unchanged="Nothing was changed.",
+        todo=f"Put the right files back from a backup, or type: batchrun repair {run.id}",
+    )
+
+
+def require_witnesses_known(ledger: Ledger, store: CheckpointStore) -> None:
+    """Refuse a ledger that does not know a run of which there is a checkpoint.
+
+    Raises:
+        PersonNeeded: names the checkpoint.
+    """
+    for name in store.runs():
+        known = [run for run in ledger.runs_like(name) if run.id == name]
+        if not known:
+            raise ledger_lost(ledger.path, f"it does not know the run of {store.path(name)}")
+        if known[0].finished:
+            found = look(ledger, store, known[0])
+            if found.checkpoint is not None and found.ahead > 0:
+                raise ledger_lost(ledger.path, f"{store.path(name)} is {found.ahead} commits ahead")
+
+
+def check(ledger: Ledger, store_of: Callable[[str], CheckpointStore]) -> list[Finding]:
+    """Return everything that is wrong with ledger and checkpoints; changes nothing."""
+    findings = []
+    damage = ledger.damage()
+    if damage:
+        findings.append(Finding(f"the ledger {ledger.path} is damaged", damage, "batchrun repair"))
+    for run in ledger.all_unfinished():
+        findings += check_run(ledger, store_of(run.job), run)
+    return findings
+
+
+def check_run(ledger: Ledger, store: CheckpointStore, run: Run) -> list[Finding]:
+    """Return what is wrong with one run: its chain of commits, and its checkpoint."""
+    findings = [
+        Finding(f"run {run.id}: commits {first} to {last} have no row", "they were lost")
+        for first, last in ledger.gaps(run)
+    ]
+    newest = ledger.commit_row(run, run.number)
+    if run.number and (newest is None or newest.hash != run.hash):
+        findings.append(Finding(f"run {run.id}: its newest commit is not the ledger's newest row"))
+    try:
+        found = look(ledger, store, run)
+    except NewerFormat as error:
+        return [
+            *findings,
+            Finding(f"run {run.id}: its checkpoint is of a newer batchrun", error.what),
+        ]
+    action, why = verdict(found)
+    if action == REFUSE:
+        findings.append(Finding(f"run {run.id}: {why}", found.broken, f"batchrun repair {run.id}"))
+    elif action not in (START, GO_ON):
+        findings.append(Finding(f"run {run.id}: {why}", found.broken, f"batchrun resume {run.id}"))
+    return findings
+
+
+def repairs(ledger: Ledger, store: CheckpointStore) -> list[tuple[str, Checkpoint]]:
+    """Return the checkpoints that the ledger contradicts and that could be adopted, with words."""
+    found = []
+    for name in store.runs():
+        try:
+            checkpoint, digest = parse_checkpoint(store.read(name) or b"")
+        except BrokenCheckpoint:
+            continue
+        known = [run for run in ledger.runs_like(name) if run.id == name]
+        if not known:
+            found.append(("the ledger does not know this run", checkpoint))
+        elif not known[0].finished:
+            facts = look(ledger, store, known[0])
+            action, why = verdict(facts)
+            if action == REFUSE and checkpoint.run == name and digest == facts.digest:
+                found.append((why, checkpoint))
+    return found
+
+
+def set_aside(paths: list[Path], folder: Path) -> list[Path]:
+    """Copy files whole into a folder of their own before anything is repaired."""
+    make_private_folder(folder.parent)
+    make_private_folder(folder)
+    copies = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            write_atomically(folder / path.name, path.read_bytes())
+            copies.append(folder / path.name)
+    return copies
+
+
+# ======================================================================================
+# 11. Worker: drive one attempt: gate, batch, commit, cleanup
+# ======================================================================================
+#
+# Commit n by the owner of generation g, in this order and no other:
+#
+#   1  the records are handed to the job
+#   2  the job's own work; its writes are committed by the job, or with the mark (section 8)
+#   3  the checkpoint's bytes, verified, go to a temporary file and are fsynced; no lock is held
+#   4  the lock's path still names the inode we hold, else lost ownership
+#   5  BEGIN IMMEDIATE; the run's generation is still g and its number n - 1, else lost ownership;
+#      the commit's row, the run's totals and its copy of the bytes; what is requested is read
+#   6  the temporary file is renamed to its final name, the directory fsynced: the commit
+#   7  COMMIT
+#   8  only now: the gate, the next batch
+#
+# Before step 6 the batch is done again; after it the ledger is repaired from the checkpoint. Fence
+# and rename share one write lock, which a takeover must also take. A failed fsync, rename or
+# COMMIT has an unknown outcome: the process cleans up, writes nothing more, and ends with 5.
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a supervisor tells its worker, as JSON on its command line; never a secret."""
+
+    config: str
+    job: str
+    run: int
+    generation: int
+    lock: int
+    supervisor: int
+    batches: int | None
+    acceptances: list[str]
+
+
+class SafeStop(BaseException):
+    """Raised at a safe point inside the job's frame: the attempt ends here."""
+
+
+class Gate:
+    """The place between commits where an attempt may stop, and why it should."""
+
+    def __init__(self, supervisor: int, batches: int | None) -> None:
+        self._supervisor, self._batches_left = supervisor, batches
+        self.stop = False
+        self.request: str | None = None
+
+    def reason_to_stop(self) -> Reason:
+        """Return why to stop here, or `Reason.NONE`."""
+        if self.request is not None:
+            return Reason.PERSON
+        if self.stop or self._batches_left == 0 or os.getppid() != self._supervisor:
+            return Reason.STOP
+        return Reason.NONE
+
+    def passed_a_batch(self) -> None:
+        """Count one more batch of those that were asked for."""
+        if self._batches_left is not None:
+            self._batches_left -= 1
+
+
+class Worker:
+    """Drives the job's generator through one attempt."""
+
+    def __init__(self, order: Order, config: Config, ledger: Ledger, host: Host) -> None:
+        self._order, self._config, self._ledger, self._host = order, config, ledger, host
+        self._job_config = config.job(order.job)
+        self._store = CheckpointStore(config.state / "checkpoints" / order.job)
+        self._lock_path = config.state / "locks" / f"{order.job}.lock"
+        self._run = ledger.run(order.run)
+        self._event = 0
+        self._settings_digest = ""
+        self._job_version = 0
+        self._course: Course | None = None
+        self._context: Context[Any] | None = None
+        self._generator: Any = None
+        self._marked_at = host.monotonic()
+        self._own_s = 0.0
+        self.unrecorded = ExitCode.FAILED
+        self.gate = Gate(order.supervisor, order.batches)
+
+    # -- one attempt -----------------------------------------------------------------------
+
+    def drive(self) -> AttemptEnd | None:
+        """Run the attempt to its end and record it.
+
+        Returns:
+            How it ended; None if nothing may be written any more (lost ownership, or an outcome
+            that only the next start can find out). The letter has been printed then.
+        """
+        try:
+            context = self._prepare()
+            end = self._run_generator(context)
+        except BatchrunError as error:
+            end = letter_end(error)
+        except (SafeStop, Interrupted, KeyboardInterrupt):
+            end = self._stopped()
+        except BaseException as error:  # noqa: BLE001 - whatever a job raises ends the attempt
+            end = self._raised(error)
+        releases = self._clean_up()
+        failed = [entry["name"] for entry in releases if entry["error"]]
+        if failed and end.ending == Ending.SUCCEEDED:
+            what = f"Everything was committed, but a cleanup failed: {', '.join(failed)}."
+            end = AttemptEnd(end.ending, end.exit_code, error=what)
+        if end.exit_code in (ExitCode.STATE_DIRECTORY, ExitCode.LOST_OWNERSHIP):
+            write_line(2, letter_text(end))
+            self.unrecorded = end.exit_code
+            return None
+        self._ledger.end_attempt(self._run, self._order.generation, end, releases)
+        reach("worker.ended")
+        return end
+
+    def _prepare(self) -> Context[Any]:
+        """Import the job, check what its commits stand on, and make its context."""
+        os.chdir(self._config.folder)
+        job = load_job(self._job_config)
+        settings = self._build_settings(job)
+        identities = identity(settings) if settings is not None else {}
+        self._settings_digest = settings_digest(settings) if settings is not None else ""
+        self._job_version = job.version
+        checkpoint = self._read_checkpoint()
+        if checkpoint is not None:
+            self._require_same_basis(job, checkpoint, identities)
+        first = first_hash(self._ledger.uuid, self._run.id, self._settings_digest)
+        basis = Basis(identities, job.version, first)
+        me = cast("ProcessIdentity", self._host.identify())
+        self._run = self._ledger.open_attempt(self._run, self._order.generation, me, basis)
+        self._store.open()
+        self._event = self._ledger.newest_event()
+        self._course = Course.after(self._run, self._order.generation, checkpoint)
+        if checkpoint is not None and checkpoint.job_version != job.version:
+            convert = job.resumes[checkpoint.job_version]
+            self._course.cursor = convert(self._course.cursor)
+        acceptances = frozenset(self._order.acceptances)
+        context: Context[Any] = Context(settings, self._course, self, self._job_config, acceptances)
+        success = self._ledger.last_success(self._order.job)
+        context.last_success_read = success.read if success else None
+        self._context, self._job = context, job
+        return context
+
+    def _build_settings(self, job: Job) -> Any:
+        if job.settings is None:
+            if self._job_config.settings:
+                names = ", ".join(self._job_config.settings)
+                message = f"The job {self._order.job} has no settings, but {names} is given."
+                raise ConfigurationError(message, unchanged="Nothing was begun.")
+            return None
+        return build_settings(
+            job.settings,
+            self._job_config.settings,
+            job=self._order.job,
+            overrides=self._run.overrides,
+            folder=self._config.folder,
+        )
+
+    def _read_checkpoint(self) -> Checkpoint | None:
+        """Return where to go on; the admission has made file and ledger agree."""
+        content = self._store.read(self._run.id)
+        if content is None:
+            return None
+        checkpoint, digest = parse_checkpoint(content)
+        if digest != self._run.hash:
+            raise lost_ownership(self._run, self._order.generation)
+        return checkpoint
+
+    def _require_same_basis(
+        self, job: Job, checkpoint: Checkpoint, identities: dict[str, str]
+    ) -> None:
+        """Refuse to go on with other settings, or with a checkpoint of a version unknown to us."""
+        known = [job.version, *job.resumes]
+        if checkpoint.job_version not in known:
+            raise PersonNeeded(
+                f"The checkpoint of run {self._run.id} was written by version"
+                f" {checkpoint.job_version} of the job {self._order.job}.",
+                why=f"The job's file understands: {', '.join(map(str, sorted(known)))}.",
+                unchanged="Nothing was done; the checkpoint stands.",
+                todo="Add a converter to @job(resumes={...}), install that version again, or type:"
+                f" batchrun run {self._order.job} --fresh",
+            )
+        changed = changed_settings(self._run.settings, identities)
+        if changed and "settings" not in self._order.acceptances:
+            raise PersonNeeded(
+                f"Settings of {self._order.job} changed since run {self._run.id} began:"
+                f" {', '.join(changed)}.",
+                why=f"Its {self._run.number} commits were made with the old ones.",
+                unchanged="Nothing was done; the checkpoint stands.",
+                todo=f"Put them back, or type one of:\n"
+                f"  batchrun run {self._order.job} --fresh\n"
+                f"  batchrun resume {self._run.id} --accept-settings",
+            )
+
+    def _run_generator(self, context: Context[Any]) -> AttemptEnd:
+        """Commit whatever the job yields, until it returns or the gate says stop."""
+        self.pass_gate()
+        generator = self._job(context)
+        self._generator = generator
+        self._marked_at = self._host.monotonic()
+        while True:
+            with context._frame.entered():
+                yielded = next(generator, self)
+            if yielded is self:
+                self._require_complete(context)
+                return self._succeeded()
+            self._commit_batch(context, yielded)
+            self.gate.passed_a_batch()
+            if self.gate.reason_to_stop():
+                return self._stopped()
+
+    def _commit_batch(self, context: Context[Any], yielded: object) -> None:
+        """Check what the job yielded, and commit it."""
+        batch = context._current
+        if context._broken is not None:
+            raise context._broken
+        if batch is None or yielded is not batch:
+            expected = f"batch {batch.number}" if batch else "nothing: no batch is open"
+            context._break(
+                f"The job yielded {type(yielded).__name__!r}; expected was {expected}.",
+                why="Yielding commits the batch that was handed out last.",
+                todo="Write: for batch in ctx.batches(...): ...; yield batch",
+            )
+        self._require_work_settled(context, batch)
+        reach("batch.yielded", batch.number)
+        context._commit(batch._link())
+        context._current = None
+
+    def _require_work_settled(self, context: Context[Any], batch: Batch) -> None:
+        """Refuse a batch whose rows are not committed in its target."""
+        mark = batch._loop.mark
+        if mark is None:
+            return
+        if batch._inside:
+            context._break(
+                f"Batch {batch.number} was yielded inside its transaction().",
+                why="Yielding commits the batch; its rows are not committed yet.",
+                todo="Move the yield out of the `with` block.",
+            )
+        if not batch._transactions:
+            context._break(
+                f"Batch {batch.number} has a target but never entered transaction().",
+                why="Its mark was not written, so the batch could be applied twice.",
+                todo="Write its rows inside `with batch.transaction() as rows:`.",
+            )
+        if mark.target.transaction_state() == "write":
+            context._break(
+                f"Batch {batch.number} was yielded while its target has an open transaction.",
+                why="Writes after transaction() would be lost, or committed without the mark.",
+                todo="Put all writes of the batch into its transaction().",
+            )
+
+    def _require_complete(self, context: Context[Any]) -> None:
+        """Refuse a return that left something unread."""
+        if context._broken is not None:
+            raise context._broken
+        if context._current is not None and not context._finished:
+            context._require_yielded()
+        if not context._loops and not context._met and not context._finished:
+            context._break(
+                "The job returned without a loop.",
+                why="A job reads its source by ctx.batches(...); without one nothing is recorded.",
+                todo="Write: for batch in ctx.batches(source): ...; yield batch",
+            )
+        unread = [loop.name for loop in context._loops if not loop.exhausted]
+        if unread and not context._finished:
+            context._break(
+                f"The job returned before loop {unread[0]!r} was read to its end.",
+                why="What was not read would be missing although the run had succeeded.",
+                todo='Leave out the break or return, or call ctx.finish("why") before it.',
+            )
+
+    @property
+    def frame(self) -> JobFrame | None:
+        """Return the job's frame, once there is a job."""
+        return self._context._frame if self._context else None
+
+    # -- endings ---------------------------------------------------------------------------
+
+    def _succeeded(self) -> AttemptEnd:
+        course = cast("Course", self._course)
+        code = ExitCode.DONE_WITH_REJECTS if course.rejected else ExitCode.DONE
+        return AttemptEnd(Ending.SUCCEEDED, code)
+
+    def _stopped(self) -> AttemptEnd:
+        reason = self.gate.reason_to_stop() or Reason.STOP
+        return AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, reason)
+
+    def _raised(self, error: BaseException) -> AttemptEnd:
+        """Keep what the job raised: the traceback in the log, one line in the ledger."""
+        import traceback  # only when something went wrong
+
+        write_line(2, mask_secrets("".join(traceback.format_exception(error))))
+        current = self._context._current if self._context else None
+        where = f" in batch {current.number}" if current else ""
+        what = mask_secrets(f"The job raised {type(error).__name__}: {error}{where}.")
+        return AttemptEnd(Ending.RAISED, ExitCode.FAILED, error=what)
+
+    def _clean_up(self) -> list[dict[str, Any]]:
+        """Release what the job holds, in reverse order; outside its frame, so uninterrupted."""
+        if self._context is None:
+            return []
+        self._context._frame.inside = False
+        if self._generator is not None:
+            self._context._cleanups.push("the job's own frame", self._generator.close)
+        self._context._cleanups.unwind()
+        return self._context._cleanups.releases
+
+    # -- what the context asks for ------------------------------------------------------------
+
+    def commit(self, link: Link) -> None:
+        """Make one commit: the protocol at the head of this section."""
+        began = self._host.monotonic()
+        course, context = cast("Course", self._course), cast("Context[Any]", self._context)
+        self._require_within_limits(course, link)
+        checkpoint = self._next_checkpoint(course, link)
+        content, digest = checkpoint_bytes(checkpoint)
+        number = checkpoint.number
+        if link.rejects and link.staged is None:
+            self.stage_rejects(number, link.loop, link.rejects)
+        reach("commit.begun", number)
+        spent = self._spent(context, began)
+        temporary = self._prepare_file(content)
+        try:
+            reach("commit.prepared", number)
+            if not holds_lock(self._order.lock, self._lock_path):
+                raise lost_ownership(course.run, course.generation)
+            self.gate.request = self._ledger.commit(
+                course.run,
+                checkpoint,
+                content,
+                digest,
+                spent,
+                lambda: self._publish(temporary, number),
+            )
+        except BaseException:
+            self._store.discard(temporary)
+            raise
+        self._advance(course, checkpoint, digest, link)
+        self._own_s = self._host.monotonic() - began
+        self._marked_at = self._host.monotonic()
+
+    def _require_within_limits(self, course: Course, link: Link) -> None:
+        limit = self._job_config.max_rejects
+        if course.rejected + link.rejected <= limit:
+            return
+        first = mask_secrets(f"{link.rejects[0].record!r}: {link.rejects[0].reason}")
+        raise TooManyRejects(
+            f"More than {limit} records were rejected, the first of this batch: {first}.",
+            unchanged=f"The batch is not committed; commit {course.number} stands.",
+            todo=f"Mend the records, or raise max_rejects in [jobs.{self._order.job}].",
+        )
+
+    def _spent(self, context: Context[Any], began: float) -> tuple[float, float, float]:
+        """Return seconds of reading, of the job's work, and of batchrun, since the last commit."""
+        clock, batch = context._clock, context._current
+        mark_s = 0.0
+        if batch is not None and batch._loop.mark is not None:
+            mark_s, batch._loop.mark.spent_s = batch._loop.mark.spent_s, 0.0
+        work_s = began - batch._loop.handed_at - mark_s if batch is not None else 0.0
+        read_s, clock.read_s = clock.read_s, 0.0
+        own_s = self._own_s + max(0.0, began - self._marked_at - read_s - work_s)
+        return read_s, work_s, own_s
+
+    def _next_checkpoint(self, course: Course, link: Link) -> Checkpoint:
+        """Return the body of the next checkpoint; the course itself is not advanced yet."""
+        number = course.number + 1
+        counts = dict(course.counts)
+        for name, more in link.counts.items():
+            counts[name] = counts.get(name, 0) + more
+        passed = list(course.passed)
+        if link.kind == "loop":
+            passed.append(["loop", link.loop])
+        elif link.kind == "step":
+            passed.append(["step", link.loop, link.result])
+        return Checkpoint(
+            ledger=self._ledger.uuid,
+            event=self._event,
+            operation=0,
+            job=course.run.job,
+            job_version=self._job_version,
+            run=course.run.id,
+            generation=course.generation,
+            number=number,
+            kind=link.kind,
+            loop=link.loop,
+            cursor=encode_cursor(link.cursor),
+            ended=link.ended,
+            passed=passed,
+            marks={**course.marks, link.loop: number} if link.marked else course.marks,
+            totals={
+                "read": course.read + link.read,
+                "rejected": course.rejected + link.rejected,
+                "batches": course.batches + (link.kind == "batch"),
+                "counts": counts,
+            },
+            link={
+                "read": link.read,
+                "rejected": link.rejected,
+                "staged": link.staged or course.generation,
+                "counts": link.counts,
+                "first_key": encode_cursor(link.first_key),
+                "last_key": encode_cursor(link.last_key),
+                "elapsed_s": round(self._host.monotonic() - link.began, 6) if link.began else 0.0,
+            },
+            source=link.source,
+            settings=self._settings_digest,
+            previous=course.hash,
+            at=self._host.now(),
+        )
+
+    def _prepare_file(self, content: bytes) -> str:
+        """Make the checkpoint's bytes durable under a temporary name (step 3)."""
+        try:
+            return self._store.prepare(self._run.id, content)
+        except OSError as error:
+            raise disk_letter(error, self._store.folder, self._host, known=True) from error
+
+    def _publish(self, temporary: str, number: int) -> None:
+        """Rename the checkpoint into place (step 6)."""
+        try:
+            self._store.publish(self._run.id, temporary, number)
+        except OSError as error:
+            raise disk_letter(error, self._store.folder, self._host, known=False) from error
+
+    def _advance(self, course: Course, checkpoint: Checkpoint, digest: str, link: Link) -> None:
+        """Let the course stand behind a commit that is durable now."""
+        course.number, course.hash = checkpoint.number, digest
+        course.passed, course.marks = checkpoint.passed, checkpoint.marks
+        course.read, course.rejected = checkpoint.totals["read"], checkpoint.totals["rejected"]
+        course.batches, course.counts = checkpoint.totals["batches"], checkpoint.totals["counts"]
+        if link.kind == "batch":
+            course.loop, course.cursor, course.ended = link.loop, link.cursor, link.ended
+            course.source = link.source
+        elif link.kind == "loop":
+            course.loop, course.cursor, course.ended, course.source = "", None, False, None
+
+    def begin_batches(self, expected: int | None) -> None:
+        """Move the run to `running`, right before its first batch is handed out."""
+        self._ledger.begin_batches(self._run, self._order.generation, expected)
+
+    def stage_rejects(self, number: int, loop: str, rejects: list[Reject]) -> None:
+        """Store rejects that do not count before their batch is committed."""
+        masked = [Reject(mask_secrets(repr(r.record)), mask_secrets(r.reason)) for r in rejects]
+        self._ledger.stage_rejects(self._run, self._order.generation, number, loop, masked)
+
+    def pass_gate(self) -> None:
+        """Raise `SafeStop` if the attempt is to end at this safe point."""
+        if self.gate.reason_to_stop():
+            raise SafeStop
+
+    def stop_is_asked(self) -> bool:
+        """Tell whether the attempt is to stop at its next safe point."""
+        return bool(self.gate.reason_to_stop())
+
+    def say(self, text: str) -> None:
+        """Record a line that the supervisor shows."""
+        self._ledger.note("worker", SAID, text, run=self._run)
+
+
+SAID = "said"  # an event whose `why` is a line for people
+
+
+def disk_letter(error: OSError, folder: Path, host: Host, *, known: bool) -> StateDirectoryError:
+    """Return what the file system refused as a letter; after step 6 the outcome is unknown."""
+    todo = f"Check the disk of {folder}, then type: batchrun resume"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) or host.free_bytes(folder) < LEDGER_ROOM_BYTES:
+        what = f"Disk full: a checkpoint cannot be written to {folder} ({error.strerror})."
+    else:
+        what = f"A checkpoint cannot be written to {folder}: {error.strerror}."
+    if known:
+        return StateDirectoryError(what, unchanged="The last commit stands.", todo=todo)
+    why = "Whether it is on the disk cannot be known from here; the next start finds out."
+    return OutcomeUnknown(what, why=why, todo=todo)
+
+
+def letter_end(error: BatchrunError) -> AttemptEnd:
+    """Return a letter as an attempt's end."""
+    if isinstance(error, SourceChanged):
+        return AttemptEnd(
+            Ending.CHANGED,
+            error.exit_code,
+            Reason.NONE,
+            f"{error.what}\n{error.why}",
+            error.unchanged,
+            error.todo,
+        )
+    refused = error.exit_code in (ExitCode.PERSON_NEEDED, ExitCode.USAGE, ExitCode.NOT_FOUND)
+    said = (error.what + ("\n" + error.why if error.why else ""), error.unchanged, error.todo)
+    what, unchanged, todo = map(mask_secrets, said)
+    ending = Ending.REFUSED if refused else Ending.RAISED
+    return AttemptEnd(ending, error.exit_code, Reason.NONE, what, unchanged, todo)
+
+
+def letter_text(end: AttemptEnd | Attempt) -> str:
+    """Return how an attempt ended as the text of a letter."""
+    return "\n".join(part for part in (end.error, end.unchanged, end.todo) if part)
+
+
+def write_line(descriptor: int, text: str) -> None:
+    """Write a line past all buffers; a closed or full output never stops a run."""
+    with contextlib.suppress(OSError):
+        write_all(descriptor, f"{text}\n".encode(errors="replace"))
+
+
+def worker_main() -> NoReturn:
+    """Be the worker of the order on the command line, and leave without running anything else."""
+    order = Order(**json.loads(sys.argv[1]))
+    os.set_inheritable(order.lock, False)
+    code = ExitCode.FAILED
+    try:
+        host = Host()
+        host.volunteer_for_oom_kill()
+        host.ask_for_signal_at_parents_death(signal.SIGTERM)
+        config = load_config(Path(order.config))
+        ledger = open_ledger(config.state / "ledger.db", host, create=False)
+        worker = Worker(order, config, ledger, host)
+        listen(worker)
+        end = worker.drive()
+        code = end.exit_code if end else worker.unrecorded
+        ledger.close()
+    except BatchrunError as error:
+        write_line(2, mask_secrets(str(error)))
+        code = error.exit_code
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def listen(worker: Worker) -> None:
+    """Let SIGTERM stop at the next safe point and SIGUSR1 interrupt the job's own frame."""
+
+    def stop(*_: object) -> None:
+        worker.gate.stop = True
+
+    def interrupt(*_: object) -> None:
+        worker.gate.stop = True
+        if worker.frame is not None:
+            worker.frame.interrupt()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGUSR1, interrupt)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+
+
+# ======================================================================================
+# 12. Supervisor: admission, attempts, endings
+# ======================================================================================
+#
+# A supervisor owns one job's lock, admits one run, and watches one worker at a time. It has no job
+# code, no threads and no signal handlers: the signals that it counts are blocked and taken up in
+# its loop, so nothing can cut into a ledger verb or a lock.
+#
+# Order at start: state directory, maintenance, job lock, ledger. A worker's exit code is diagnosis
+# and never evidence: the run's edge is made from the row that the worker recorded under its own
+# generation. The lock is released only when the worker's process group is proven empty.
+
+COUNTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+WATCH_INTERVAL_S = 0.2
+ONE_STOP_S = {signal.SIGINT: 0.2}  # a second signal sooner than this is the same one
+ONE_STOP_DEFAULT_S = 1.0
+KILL_AFTER_INTERRUPT_S = 10.0
+ORPHAN_GRACE_S = 2.0
+WORKER_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); import batchrun; del sys.path[0]; "
+    "batchrun.worker_main()"
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a run is started: what a person or a timer asked for.
+
+    Attributes:
+        job: the configured job.
+        only_resume: go on with an unfinished run, begin no new one.
+        by_person: whether a person's pause is lifted by this start.
+        fresh: cancel the unfinished run first.
+        overrides: settings for this run, name -> text.
+        acceptances: changes that are accepted: `source`, `settings`.
+        batches: stop after so many batches.
+        in_process: run the worker's code in this interpreter.
+    """
+
+    job: str
+    only_resume: bool = False
+    by_person: bool = False
+    fresh: bool = False
+    overrides: dict[str, str] = field(default_factory=dict)
+    acceptances: tuple[str, ...] = ()
+    batches: int | None = None
+    in_process: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command that runs a job ended.
+
+    Attributes:
+        run: the run as it stands; None if none was admitted.
+        letter: for the person, empty if all went well.
+        released: whether the job's lock was given back.
+    """
+
+    exit_code: ExitCode
+    run: Run | None = None
+    letter: str = ""
+    released: bool = True
+
+
+class Watcher(Protocol):
+    """What a supervisor tells while it works."""
+
+    def say(self, text: str) -> None:
+        """Show one line."""
+
+    def progress(self, run: Run) -> None:
+        """Show where the run stands; called a few times a second."""
+
+
+class Supervisor:
+    """Starts, watches and ends the attempts of one job's run."""
+
+    def __init__(self, config: Config, launch: Launch, host: Host, watcher: Watcher) -> None:
+        self._config, self._launch, self._host, self._watcher = config, launch, host, watcher
+        self._job_config = config.job(launch.job)
+        self._state = StateDirectory(config, host)
+        self._store = self._state.store(launch.job)
+        self._lock = JobLock(self._state.lock_path(launch.job))
+        self._maintenance = Maintenance(config.state / "maintenance.lock")
+        self._me = cast("ProcessIdentity", host.identify())
+        self._who = f"supervisor {self._me.pid}"
+        self._stops = StopCounter(host)
+        self._ledger: Ledger = cast("Ledger", None)
+
+    # -- from start to end -------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Admit a run and see it to its end.
+
+        Raises:
+            BatchrunError: nothing was admitted; the letter says why.
+        """
+        self._stops.begin()
+        self._state.require_fit(create=not self._launch.only_resume)
+        self._ledger = self._state.open_ledger(create=not self._launch.only_resume)
+        try:
+            self._require_no_maintenance()
+            self._require_lock()
+            return self._run_with_lock()
+        finally:
+            self._ledger.close()
+
+    def _require_no_maintenance(self) -> None:
+        """Look before anything is loaded or locked; the admission looks again."""
+        try:
+            self._maintenance.require_open()
+        except MaintenanceOn as refusal:
+            self._ledger.note(self._who, "refused: maintenance", refusal.what, job=self._launch.job)
+            raise
+
+    def _require_lock(self) -> None:
+        """Take the job's lock; wait only for an orphaned worker that commits its last batch."""
+        until = self._host.monotonic() + self._job_config.stop_grace_s
+        told = False
+        while not self._lock.acquire():
+            run = self._ledger.unfinished(self._launch.job)
+            attempt = self._ledger.last_attempt(run) if run else None
+            orphaned = attempt is not None and not self._host.is_alive(attempt.supervisor)
+            if not orphaned or self._host.monotonic() > until or self._stops.count:
+                raise self._busy(attempt)
+            if not told:
+                owners = ", ".join(map(str, self._lock.owners(self._host)))
+                self._watcher.say(
+                    f"waiting for pid {owners}, which a killed supervisor left behind"
+                )
+                told = True
+            self._stops.wait(WATCH_INTERVAL_S)
+
+    def _busy(self, attempt: Attempt | None) -> Busy:
+        """Record the refused start and return the letter that names who is in the way."""
+        owners = []
+        for pid in self._lock.owners(self._host):
+            process = self._host.identify(pid)
+            if process is not None:
+                age_s = self._host.age_s(process)
+                frozen = ", stopped" if self._host.is_stopped(process) else ""
+                owners.append(f"pid {pid} (for {duration_text(age_s)}{frozen})")
+        who = ", ".join(owners) or "a process that has just ended"
+        times = self._ledger.refused_since_success(self._launch.job) + 1
+        since = f", since {attempt.began_at}" if attempt else ""
+        again = f" This is refusal {times} since its last success." if times > 2 else ""
+        letter = Busy(
+            f"{self._launch.job} is busy: {who} runs it{since}.{again}",
+            unchanged="Nothing was started; the refusal is recorded.",
+            todo=f"See `batchrun status {self._launch.job}`.",
+        )
+        self._ledger.note(self._who, "refused: busy", letter.what, job=self._launch.job)
+        return letter
+
+    def _run_with_lock(self) -> Outcome:
+        """Admit and attempt, while the lock is ours; give it back if nothing can still write."""
+        outcome = Outcome(ExitCode.FAILED, released=False)
+        try:
+            self._host.become_subreaper()
+            outcome = self._admit_and_attempt(self._launch)
+        except BatchrunError:
+            self._lock.release()
+            raise
+        if outcome.released:
+            self._ledger.make_durable()
+            self._lock.release()
+        return outcome
+
+    def _admit_and_attempt(self, launch: Launch) -> Outcome:
+        admission = self._admit(launch)
+        if admission.generation == 0:
+            return Outcome(ExitCode.DONE, admission.run)
+        for line in admission.said:
+            self._watcher.say(line)
+        if admission.run.number:
+            where = f"after commit {admission.run.number}, {admission.run.read:,} records read"
+            self._watcher.say(f"run {admission.run.id} goes on {where}")
+        outcome = self._attempt(admission)
+        return self._start_fresh(outcome) if self._wants_fresh(outcome) else outcome
+
+    def _admit(self, launch: Launch, fresh_reason: str = "") -> Admission:
+        """Make what was read durable after an unclean end, then admit in one transaction."""
+        unfinished = self._ledger.unfinished(launch.job)
+        require_witnesses_known(self._ledger, self._store)
+        last = self._ledger.last_attempt(unfinished) if unfinished else None
+        unclean = last is not None and last.ending is None
+        if unclean:
+            self._ledger.make_durable()
+        self._store.open()
+        self._store.sweep()
+        run_id = os.urandom(5).hex()
+        again = unfinished.fresh_in_a_row + 1 if unfinished and fresh_reason else 0
+        start = Start(
+            owner=self._me,
+            who=self._who,
+            run_id=run_id,
+            log="",
+            require_admission=self._maintenance.require_open,
+            require_may_go_on=self._require_may_go_on,
+            write_checkpoint=self._store.replace,
+            overrides=launch.overrides,
+            accept_settings="settings" in launch.acceptances,
+            only_resume=launch.only_resume,
+            fresh=launch.fresh or bool(fresh_reason),
+            fresh_reason=fresh_reason or "a fresh start was asked for",
+            fresh_in_a_row=again,
+        )
+        try:
+            return self._ledger.admit(
+                launch.job,
+                start,
+                lambda run: agree(self._ledger, self._store, run, anew=unclean),
+            )
+        except MaintenanceOn as refusal:
+            self._ledger.note(self._who, "refused: maintenance", refusal.what, job=launch.job)
+            raise
+        except OSError as error:
+            raise disk_letter(error, self._store.folder, self._host, known=True) from error
+
+    def _require_may_go_on(self, run: Run) -> None:
+        """Refuse a run that a person paused, unless a person starts it."""
+        if (
+            run.state == RunState.PAUSED
+            and run.reason == Reason.PERSON
+            and not self._launch.by_person
+        ):
+            raise PersonNeeded(
+                f"Run {run.id} of {run.job} was paused by a person.",
+                why=f"Since {run.changed_at}.",
+                unchanged="Nothing was started.",
+                todo=f"To go on: batchrun resume {run.id}",
+            )
+
+    # -- one attempt ---------------------------------------------------------------------------
+
+    def _attempt(self, admission: Admission) -> Outcome:
+        """Run one worker to its end and make the run's edge from what it recorded."""
+        order = Order(
+            config=str(self._config.path),
+            job=self._launch.job,
+            run=admission.run.key,
+            generation=admission.generation,
+            lock=self._lock.descriptor,
+            supervisor=os.getppid() if self._launch.in_process else os.getpid(),
+            batches=self._launch.batches,
+            acceptances=list(self._launch.acceptances),
+        )
+        if self._launch.in_process:
+            return self._attempt_in_process(admission, order)
+        self._host.notify_systemd("READY=1")
+        worker = WorkerProcess(order, self._config, admission.run, self._host)
+        self._watch(worker, admission.run)
+        proven = worker.end_group()
+        signal_number = -worker.status if worker.status < 0 else None
+        seen = AttemptEnd(Ending.DIED, ExitCode.FAILED, error=worker.words())
+        run = self._ledger.settle(
+            admission.run,
+            admission.generation,
+            seen,
+            signal=signal_number,
+            peak_rss_bytes=worker.peak_rss_bytes,
+        )
+        self._watcher.progress(run)
+        return self._outcome(run, worker.status, released=proven)
+
+    def _attempt_in_process(self, admission: Admission, order: Order) -> Outcome:
+        """Run the worker's code here, for debuggers and tests."""
+        worker = Worker(order, self._config, self._ledger, self._host)
+        listen(worker)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        end = worker.drive()
+        if end is None:
+            return Outcome(worker.unrecorded, self._ledger.run(admission.run.key))
+        run = self._ledger.settle(admission.run, admission.generation, end)
+        return self._outcome(run, 0, released=True)
+
+    def _watch(self, worker: WorkerProcess, run: Run) -> None:
+        """Wait for the worker, pass stops on to it, and show progress."""
+        shown = self._ledger.newest_event()
+        while not worker.has_ended():
+            self._stops.wait(WATCH_INTERVAL_S)
+            self._pass_stops_on(worker)
+            for event in self._ledger.said_since(run, shown):
+                self._watcher.say(event.why)
+                shown = event.id
+            self._watcher.progress(self._ledger.run(run.key))
+
+    def _pass_stops_on(self, worker: WorkerProcess) -> None:
+        """First stop: next safe point. Second, or grace over: interrupt. Then: out."""
+        stops, waited_s = self._stops.count, self._stops.waited_s()
+        grace_s = self._job_config.stop_grace_s
+        if stops >= 3 or waited_s > grace_s + KILL_AFTER_INTERRUPT_S:
+            worker.ask(signal.SIGKILL)
+        elif stops >= 2 or waited_s > grace_s:
+            worker.ask(signal.SIGUSR1)
+        elif stops:
+            worker.ask(signal.SIGTERM)
+
+    # -- endings ---------------------------------------------------------------------------------
+
+    def _outcome(self, run: Run, status: int, *, released: bool) -> Outcome:
+        """Return exit code and letter for the state that a run has come to."""
+        attempt = cast("Attempt", self._ledger.last_attempt(run))
+        if run.state == RunState.SUCCEEDED:
+            code = ExitCode(attempt.exit_code or 0)
+            return Outcome(code, run, attempt.error or "", released=released)
+        if run.state in (RunState.PAUSED, RunState.CANCELLED):
+            by_key = self._stops.first == signal.SIGINT and run.reason == Reason.STOP
+            code = ExitCode.INTERRUPTED if by_key else ExitCode.STOPPED
+            return Outcome(code, run, "", released=released)
+        code = ExitCode(attempt.exit_code or ExitCode.FAILED)
+        if run.state == RunState.INTERRUPTED and self._stops.count:
+            code = ExitCode.STOPPED
+        elif run.state == RunState.INTERRUPTED and status == ExitCode.STATE_DIRECTORY:
+            code = ExitCode.STATE_DIRECTORY
+        return Outcome(code, run, self._letter(run, attempt), released=released)
+
+    def _letter(self, run: Run, attempt: Attempt) -> str:
+        """Return what happened, what stands, and what to type."""
+        log = self._config.state / "logs" / run.job / f"{run.id}.log"
+        text = letter_text(attempt)
+        if not attempt.unchanged:
+            text += f"\nCommit {run.number} stands: {run.read:,} records are done."
+        if not attempt.todo:
+            text += f"\nThe log: {log}\nTo go on: batchrun resume {run.id}"
+        return f"{run.job}: run {run.id} {run.state}.\n{text}"
+
+    def _wants_fresh(self, outcome: Outcome) -> bool:
+        """Tell whether the attempt found a changed source that the job wants to begin anew with."""
+        run = outcome.run
+        if run is None or run.state != RunState.FAILED or self._launch.only_resume:
+            return False
+        attempt = self._ledger.last_attempt(run)
+        changed = attempt is not None and attempt.ending == Ending.CHANGED
+        return changed and self._job_config.on_changed_source == "fresh"
+
+    def _start_fresh(self, outcome: Outcome) -> Outcome:
+        """Cancel the run whose source changed and begin a new one, but not again and again."""
+        run = cast("Run", outcome.run)
+        if run.fresh_in_a_row >= self._job_config.max_fresh:
+            what = f"The source of {run.job} changed {run.fresh_in_a_row + 1} times in a row."
+            todo = f"Let the source stand still, or type: batchrun run {run.job} --fresh"
+            letter = PersonNeeded(what, unchanged=f"Run {run.id} stands as it is.", todo=todo)
+            return Outcome(ExitCode.PERSON_NEEDED, run, str(letter), released=outcome.released)
+        reason = "its source changed"
+        self._watcher.say(f"run {run.id} is cancelled, {reason}; a new one begins")
+        return self._attempt(self._admit(self._launch, fresh_reason=reason))
+
+
+class StopCounter:
+    """Counts the stops that people and systemd ask for, without signal handlers.
+
+    Signals stay blocked and are taken up by `wait`; several within a moment are one stop.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.count = 0
+        self.first: signal.Signals | None = None
+        self._first_at = self._last_at = 0.0
+
+    def begin(self) -> None:
+        """Block what is counted, and SIGCHLD, so that `wait` ends early when a worker does."""
+        counted = [s for s in COUNTED_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
+        self._waited_for = {*counted, signal.SIGCHLD}
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._waited_for)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the next signal, but not longer than so many seconds."""
+        taken = signal.sigtimedwait(self._waited_for, seconds)
+        if taken is None or taken.si_signo == signal.SIGCHLD:
+            return
+        number, now = signal.Signals(taken.si_signo), self._host.monotonic()
+        if self.count == 0:
+            self.first, self._first_at = number, now
+        elif now - self._last_at < ONE_STOP_S.get(number, ONE_STOP_DEFAULT_S):
+            return
+        self.count += 1
+        self._last_at = now
+
+    def waited_s(self) -> float:
+        """Return the time since the first stop; 0 if there was none."""
+        return self._host.monotonic() - self._first_at if self.count else 0.0
+
+
+class WorkerProcess:
+    """The worker's process: started with the job's lock, in a process group of its own."""
+
+    def __init__(self, order: Order, config: Config, run: Run, host: Host) -> None:
+        import subprocess  # 25 ms, supervisors only
+
+        self._host, self._asked = host, 0
+        self.status = 0
+        self.peak_rss_bytes: int | None = None
+        log = open_log(config.state / "logs" / run.job / f"{run.id}.log")
+        here = str(Path(__file__).resolve().parent)
+        command = [sys.executable, "-P", "-c", WORKER_BOOT, here, json.dumps(vars(order))]
+        context = {"BATCHRUN_RUN_ID": run.id, "BATCHRUN_GENERATION": str(order.generation)}
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(order.lock,),
+                process_group=0,
+                env={**os.environ, **context},
+            )
+        finally:
+            os.close(log)
+        self.pid = self._process.pid
+        reach("worker.started")
+
+    def has_ended(self) -> bool:
+        """Tell whether the worker is gone, and keep how."""
+        pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+        if pid == 0:
+            return False
+        self.status = self._process.returncode = os.waitstatus_to_exitcode(status)
+        self.peak_rss_bytes = usage.ru_maxrss * 1024
+        return True
+
+    def ask(self, number: signal.Signals) -> None:
+        """Send a signal to the worker, once each, and only ever a stronger one."""
+        order = (signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)
+        rank = order.index(number) + 1
+        if rank > self._asked:
+            self._asked = rank
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def end_group(self) -> bool:
+        """End everything that the worker left behind; tell whether all of it is gone."""
+        grace_until = self._host.monotonic() + ORPHAN_GRACE_S
+        give_up = grace_until + ORPHAN_GRACE_S
+        number = signal.SIGTERM
+        while left := self._left_behind():
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            if self._host.monotonic() > give_up:
+                return False
+            if self._host.monotonic() > grace_until:
+                number = signal.SIGKILL
+            self._host.sleep(BUSY_STEP_S)
+        return True
+
+    def _left_behind(self) -> list[int]:
+        """Reap what has ended, and return what still lives below us."""
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        children = self._host.children()
+        return children + [pid for child in children for pid in self._host.descendants(child)]
+
+    def words(self) -> str:
+        """Return how a worker without an ending came to its end."""
+        if self.status < 0:
+            return f"The worker was killed by {signal.Signals(-self.status).name}."
+        return f"The worker ended with exit code {self.status} without recording an ending."
+
+
+def open_log(path: Path) -> int:
+    """Open a run's log file for appending, private and never through a link."""
+    make_private_folder(path.parent.parent)
+    make_private_folder(path.parent)
+    ways = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, ways, 0o600)
+
+
+class StateDirectory:
+    """The folder that holds ledger, checkpoints, locks and logs."""
+
+    def __init__(self, config: Config, host: Host) -> None:
+        self._config, self._host = config, host
+        self.path = config.state
+        self.ledger_path = config.state / "ledger.db"
+
+    def require_fit(self, *, create: bool, write: bool = True) -> None:
+        """Check that the folder can be trusted with a ledger, and make it if allowed.
+
+        Raises:
+            NotFound: it is not there and was not to be made.
+            StateDirectoryError: owner, mode, file system, or room.
+        """
+        if not self.path.exists():
+            if not create:
+                raise NotFound(
+                    f"There is no state directory at {self.path}.",
+                    unchanged="Nothing was made.",
+                    todo="Is it the right configuration? A first run makes it: batchrun run JOB",
+                )
+            self._require_file_system(self.path.parent)
+            self._make()
+        found = self.path.stat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise self._unfit("it is not a folder", f"See what it is: ls -ld {self.path}")
+        if write:
+            self._require_owner(found)
+        self._require_file_system(self.path)
+        if write and self._host.free_bytes(self.path) < self._config.min_free_bytes:
+            raise StateDirectoryError(
+                f"Disk full: less than {self._config.min_free_bytes:,} bytes are free"
+                f" at {self.path}.",
+                why="A run that cannot record what it does must not begin (min_free).",
+                unchanged="Nothing was started.",
+                todo="Make room, or lower min_free in the configuration.",
+            )
+
+    def _make(self) -> None:
+        try:
+            make_private_folder(self.path)
+        except OSError as error:
+            todo = f"Make its parent writable for this user: ls -ld {self.path.parent}"
+            raise self._unfit(f"it cannot be made: {error.strerror}", todo) from error
+
+    def _require_owner(self, found: os.stat_result) -> None:
+        if found.st_uid != os.geteuid():
+            owner = self._host.user_name(found.st_uid)
+            again = f"sudo -u {owner} {command_line_text()}"
+            raise self._unfit(f"it belongs to {owner}", f"Type: {again}")
+        if found.st_mode & 0o022:
+            todo = f"Type: chmod go-w {self.path}"
+            raise self._unfit("others may write to it", todo)
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise self._unfit("it is read-only", f"See: ls -ld {self.path}; df {self.path}")
+
+    def _require_file_system(self, path: Path) -> None:
+        kind = self._host.file_system(path.resolve())
+        if kind.startswith(NETWORK_FILE_SYSTEMS):
+            why = f"it is on a network file system ({kind}), where locks are not reliable"
+            raise self._unfit(why, "Put `state` on a local disk in the configuration.")
+
+    def warning(self) -> str:
+        """Return why files here may vanish, or nothing."""
+        kind = self._host.file_system(self.path.resolve())
+        if kind in VOLATILE_FILE_SYSTEMS:
+            return f"warning: {self.path} is on {kind}: a reboot loses every checkpoint"
+        if any(self.path.resolve().is_relative_to(folder) for folder in VOLATILE_FOLDERS):
+            return (
+                f"warning: {self.path} is where cleaners delete files, lock files in use included"
+            )
+        return ""
+
+    def _unfit(self, why: str, todo: str) -> StateDirectoryError:
+        what = f"The state directory {self.path} cannot be used: {why}."
+        return StateDirectoryError(what, unchanged="Nothing was changed.", todo=todo)
+
+    def open_ledger(self, *, create: bool) -> Ledger:
+        """Open the ledger; a missing one is a loss if there are checkpoints."""
+        witnesses = any((self.path / "checkpoints").glob("*/*.json"))
+        return open_ledger(self.ledger_path, self._host, create=create, witnesses=witnesses)
+
+    def lock_path(self, job: str) -> Path:
+        """Return where the lock of a job is."""
+        return self.path / "locks" / f"{job}.lock"
+
+    def store(self, job: str) -> CheckpointStore:
+        """Return the checkpoints of a job."""
+        return CheckpointStore(self.path / "checkpoints" / job)
+
+
+def command_line_text() -> str:
+    """Return the command that is running, as it can be typed again."""
+    import shlex  # only in a letter
+
+    return shlex.join(["batchrun", *sys.argv[1:]])
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration for people, `2h05m`, `3m20s`, `8s`."""
+    whole = int(seconds)
+    if whole >= 86_400:
+        return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+# ======================================================================================
+# 13. Reports: rows to text and JSON; pure
+# ======================================================================================
+#
+# Everything here turns rows into words and changes nothing. A summary is one JSON document; its
+# fields are only ever added to. Names carry their units.
+
+BAR_WIDTH = 24
+
+
+def summarise(
+    run: Run, attempts: list[Attempt], rejects: list[tuple[int, str, str]]
+) -> dict[str, Any]:
+    """Return a run and its attempts as one JSON document."""
+    hidden = ("key", "checkpoint", "settings", "hash")
+    summary = {name: value for name, value in vars(run).items() if name not in hidden}
+    summary["exit_code"] = attempts[-1].exit_code if attempts else None
+    summary["attempts"] = [summarise_attempt(attempt) for attempt in attempts]
+    summary["rejects"] = [
+        {"number": number, "record": record, "reason": reason} for number, record, reason in rejects
+    ]
+    return summary
+
+
+def summarise_attempt(attempt: Attempt) -> dict[str, Any]:
+    """Return an attempt as a JSON object."""
+    summary = {**vars(attempt), "supervisor": vars(attempt.supervisor)}
+    summary["worker"] = vars(attempt.worker) if attempt.worker else None
+    return summary
+
+
+def render_report(summary: dict[str, Any]) -> str:
+    """Return a run's report as text."""
+    lines = [f"run {summary['id']} of {summary['job']}: {described_state(summary)}"]
+    lines.append(f"  begun     {summary['created_at']}")
+    lines.append(f"  ended     {summary['ended_at'] or '-'}")
+    lines.append(f"  records   {counts_text(summary)}")
+    lines.append(f"  commits   {summary['number']}, of them {summary['batches']} batches")
+    lines.append(f"  time      {time_text(summary)}")
+    if summary["error"]:
+        lines.append(f"  error     {summary['error']}")
+    lines.append("attempts")
+    for attempt in summary["attempts"]:
+        lines += render_attempt(attempt)
+    if summary["rejects"]:
+        lines.append("rejected records")
+        for reject in summary["rejects"]:
+            lines.append(f"  commit {reject['number']}  {reject['record']}: {reject['reason']}")
+    return "\n".join(lines)
+
+
+def render_attempt(attempt: dict[str, Any]) -> list[str]:
+    """Return the lines about one attempt."""
+    ending = attempt["ending"] or "going on, or left by its owner"
+    last = attempt["to_number"]
+    span = f"commits {attempt['from_number'] + 1} to {last}" if last is not None else ""
+    if last == attempt["from_number"]:
+        span = "no commit"
+    rss = attempt["peak_rss_bytes"]
+    peak = f"peak {rss // 1_000_000} MB" if rss else ""
+    details = ", ".join(part for part in (span, peak) if part)
+    lines = [f"  {attempt['generation']}  {attempt['began_at']}  {ending}  {details}".rstrip()]
+    if attempt["error"]:
+        lines += [f"     {line}" for line in attempt["error"].splitlines()]
+    for release in attempt["releases"]:
+        failed = f"  FAILED: {release['error']}" if release["error"] else ""
+        took_ms = release["elapsed_s"] * 1000
+        lines.append(f"     released {release['name']} in {took_ms:.1f} ms{failed}")
+    return lines
+
+
+def described_state(summary: dict[str, Any]) -> str:
+    """Return a run's state with its reason."""
+    return f"{summary['state']} ({summary['reason']})" if summary["reason"] else summary["state"]
+
+
+def counts_text(summary: dict[str, Any]) -> str:
+    """Return what was read, what became of it, and how much was expected."""
+    of_all = f" of {summary['expected']:,}" if summary["expected"] else ""
+    parts = [f"{summary['read']:,} read{of_all}"]
+    parts += [f"{count:,} {name}" for name, count in summary["counts"].items()]
+    return ", ".join([*parts, f"{summary['rejected']:,} rejected"])
+
+
+def time_text(summary: dict[str, Any]) -> str:
+    """Return where the time went, and batchrun's own share of it."""
+    read_s, work_s, own_s = summary["read_s"], summary["work_s"], summary["own_s"]
+    useful_s = read_s + work_s
+    share = f" ({100 * own_s / useful_s:.1f} % of that)" if useful_s else ""
+    return f"{read_s:.2f} s reading, {work_s:.2f} s the job's work, {own_s:.2f} s batchrun{share}"
+
+
+def progress_line(run: Run, read_before: int, elapsed_s: float) -> str:
+    """Return one line for a terminal: bar, records, rate, and the time that is left."""
+    rate = (run.read - read_before) / elapsed_s if elapsed_s > 0 else 0.0
+    rates = f"  {rate:,.0f}/s" if rate else ""
+    if not run.expected:
+        return f"{run.job}  {run.read:,} records{rates}"
+    done = min(1.0, run.read / run.expected)
+    bar = "#" * int(done * BAR_WIDTH)
+    left = f"  {duration_text((run.expected - run.read) / rate)} left" if rate and done < 1 else ""
+    of_all = f"{run.read:,} of {run.expected:,}"
+    return f"{run.job} [{bar:-<{BAR_WIDTH}}] {done:4.0%}  {of_all}{rates}{left}"
+
+
+def render_table(rows: list[list[str]]) -> str:
+    """Return rows of text as columns; the first row is the heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+# ======================================================================================
+# 14. Command line: words to calls; no decisions
+# ======================================================================================
+#
+# Results go to stdout, progress and errors to stderr. A terminal gets one live line; the journal,
+# or -v, plain lines; everything else (cron, pipes) nothing on success and one letter otherwise.
+# Output that cannot be written never stops a run.
+#
+# click is loaded only when a command line is parsed, never in a worker: `command` keeps what a
+# command is made of, and `main` builds it.
+
+COMMANDS: list[tuple[str, str, Callable[..., ExitCode], list[tuple[Any, ...]], list[ExitCode]]] = []
+GROUPS = ("Every day", "Deploy", "Answer and mend", "Set up")
+RUN_EXITS = [
+    ExitCode.DONE,
+    ExitCode.DONE_WITH_REJECTS,
+    ExitCode.FAILED,
+    ExitCode.BUSY,
+    ExitCode.MAINTENANCE,
+    ExitCode.PERSON_NEEDED,
+    ExitCode.LOST_OWNERSHIP,
+    ExitCode.STOPPED,
+    ExitCode.INTERRUPTED,
+]
+
+
+def argument(name: str, **more: Any) -> tuple[Any, ...]:
+    """Declare an argument of a command, for click."""
+    return ("argument", (name,), more)
+
+
+def option(*names: str, **more: Any) -> tuple[Any, ...]:
+    """Declare an option of a command, for click."""
+    return ("option", names, more)
+
+
+def command(group: str, *parameters: tuple[Any, ...], exits: list[ExitCode]) -> Callable[..., Any]:
+    """Declare a command: its group in --help, its parameters, its exit codes beyond 2 and 5."""
+
+    def declare(function: Callable[..., ExitCode]) -> Callable[..., ExitCode]:
+        name = function.__name__.removesuffix("_command")
+        every = sorted({*exits, ExitCode.USAGE, ExitCode.STATE_DIRECTORY})
+        COMMANDS.append((group, name, function, list(parameters), every))
+        return function
+
+    return declare
+
+
+class Console:
+    """Where a command's words go; a Watcher of supervisors."""
+
+    def __init__(
+        self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False
+    ) -> None:
+        self.as_json, self.quiet = as_json, quiet
+        self.live = sys.stderr is not None and sys.stderr.isatty() and not (quiet or as_json)
+        self.plain = (verbose or is_journal()) and not quiet
+        self._drawn = ""
+        self._first: tuple[float, int] | None = None
+        self._shown = 0
+
+    def result(self, text: str, document: Any) -> None:
+        """Write a command's result: text, or with --json one document."""
+        write_line(1, json.dumps(document, default=str) if self.as_json else text)
+
+    def say(self, text: str, *, always: bool = False) -> None:
+        """Show one line about what happens."""
+        if self.as_json:
+            write_line(1, json.dumps({"type": "said", "text": text}))
+        elif self.live or self.plain or (always and not self.quiet):
+            self._erase()
+            write_line(2, text)
+
+    def progress(self, run: Run) -> None:
+        """Draw the live line anew, or write a plain one every ten percent."""
+        if self._first is None:
+            self._first = (time.monotonic(), run.read)
+        began, read_before = self._first
+        line = progress_line(run, read_before, time.monotonic() - began)
+        if self.live:
+            line = line[: shutil_columns() - 1]
+            with contextlib.suppress(OSError):
+                write_all(2, f"\r{line:<{len(self._drawn)}}".encode())
+            self._drawn = line
+        elif self.plain or self.as_json:
+            self._step(run, line)
+
+    def _step(self, run: Run, line: str) -> None:
+        tenth = 10 * run.read // run.expected if run.expected else run.read // 1_000_000
+        if tenth > self._shown:
+            self._shown = tenth
+            document = {
+                "type": "progress",
+                "run": run.id,
+                "read": run.read,
+                "expected": run.expected,
+            }
+            write_line(1 if self.as_json else 2, json.dumps(document) if self.as_json else line)
+
+    def _erase(self) -> None:
+        if self._drawn:
+            with contextlib.suppress(OSError):
+                write_all(2, f"\r{'':<{len(self._drawn)}}\r".encode())
+            self._drawn = ""
+
+    def end_line(self) -> None:
+        """Leave the live line as it is and begin a new one."""
+        if self._drawn:
+            write_line(2, "")
+            self._drawn = ""
+
+    def letter(self, text: str, code: int) -> None:
+        """Write an error; with --json the last line of stderr is an object."""
+        self.end_line()
+        text = mask_secrets(text)
+        if self.as_json:
+            text = json.dumps({"type": "error", "exit_code": int(code), "text": text})
+        write_line(2, text)
+
+
+def is_journal() -> bool:
+    """Tell whether our stderr is the systemd journal."""
+    try:
+        device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
+        found = os.fstat(2)
+        return (int(device), int(inode)) == (found.st_dev, found.st_ino)
+    except (ValueError, OSError):
+        return False
+
+
+def shutil_columns() -> int:
+    """Return the width of the terminal."""
+    try:
+        return os.get_terminal_size(2).columns
+    except OSError:
+        return 80
+
+
+@dataclass
+class App:
+    """What every command starts from: the configuration, the machine, and where words go."""
+
+    config_path: Path
+    console: Console
+    host: Host = field(default_factory=Host)
+
+    @functools.cached_property
+    def config(self) -> Config:
+        """Return the configuration; read on first use."""
+        config = load_config(self.config_path)
+        check_trusted(config.path, what="the configuration")
+        return config
+
+    @functools.cached_property
+    def state(self) -> StateDirectory:
+        """Return the state directory that the configuration names."""
+        return StateDirectory(self.config, self.host)
+
+    def ledger(self, *, write: bool) -> Ledger:
+        """Open the ledger that is there; never makes one."""
+        self.state.require_fit(create=False, write=write)
+        return self.state.open_ledger(create=False)
+
+    def find_run(self, ledger: Ledger, name: str) -> Run:
+        """Return the run that is meant: a job's unfinished or latest one, or an id's beginning.
+
+        Raises:
+            NotFound: none, or more than one.
+        """
+        if name in self.config.jobs:
+            run = ledger.unfinished(name) or ledger.latest(name)
+            if run is None:
+                message = f"The job {name} has never run."
+                raise NotFound(message, todo=f"Type: batchrun run {name}")
+            return run
+        found = ledger.runs_like(name)
+        if len(found) != 1:
+            count = "no run" if not found else f"{len(found)} or more runs"
+            message = f"There is {count} whose id begins with {name!r}, and no job of that name."
+            raise NotFound(message, todo="See: batchrun status")
+        return found[0]
+
+    def supervise(self, launch: Launch) -> ExitCode:
+        """Run a job to its end and write the letter if there is one."""
+        started = time.monotonic()
+        supervisor = Supervisor(self.config, launch, self.host, self.console)
+        outcome = supervisor.run()
+        run = outcome.run
+        if outcome.letter:
+            self.console.letter(outcome.letter, outcome.exit_code)
+        elif run is not None:
+            self.console.end_line()
+            took = duration_text(time.monotonic() - started)
+            state = described_state(vars(run))
+            counts = counts_text(vars(run))
+            self.console.say(f"{run.job}: run {run.id} {state} after {took}: {counts}")
+            if run.state == RunState.PAUSED:
+                self.console.say(f"to go on: batchrun resume {run.id}")
+        if self.console.as_json and run is not None:
+            document = {"type": "result", "exit_code": int(outcome.exit_code), "run": run.id}
+            write_line(1, json.dumps({**document, "state": run.state, "read": run.read}))
+        return outcome.exit_code
+
+
+SET = option(
+    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting for this run."
+)
+ACCEPT_SOURCE = option("--accept-source", is_flag=True, help="Go on although the source changed.")
+ACCEPT_SETTINGS = option("--accept-settings", is_flag=True, help="Go on although settings changed.")
+BATCHES = option("--batches", type=int, metavar="N", help="Stop after N batches (exit 75).")
+IN_PROCESS = option("--in-process", is_flag=True, help="Run the job in this interpreter, to debug.")
+
+
+def parse_overrides(pairs: tuple[str, ...]) -> dict[str, str]:
+    """Return `--set NAME=VALUE` options as a dict.
+
+    Raises:
+        ConfigurationError: no `=`, or something secret, which must not stand on a command line.
+    """
+    overrides = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigurationError(f"--set {pair!r} has no '='.", todo="Write: --set NAME=VALUE")
+        if looks_secret(name, value):
+            raise ConfigurationError(
+                f"--set {name} looks like a secret.",
+                why="A command line can be read by everyone on the machine.",
+                unchanged="Nothing was started.",
+                todo=f'Write in the configuration: {name} = {{ env = "NAME" }}',
+            )
+        overrides[name] = value
+    return overrides
+
+
+def accepted(*, source: bool, settings: bool) -> tuple[str, ...]:
+    """Return what a person accepted as changed."""
+    return ("source",) * source + ("settings",) * settings
+
+
+@command(
+    "Every day",
+    argument("job"),
+    option("--fresh", is_flag=True, help="Cancel an unfinished run first, and begin at record 1."),
+    SET,
+    ACCEPT_SOURCE,
+    ACCEPT_SETTINGS,
+    BATCHES,
+    IN_PROCESS,
+    exits=[*RUN_EXITS, ExitCode.NOT_FOUND],
+)
+def run_command(
+    app: App,
+    *,
+    job: str,
+    fresh: bool,
+    settings: tuple[str, ...],
+    accept_source: bool,
+    accept_settings: bool,
+    batches: int | None,
+    in_process: bool,
+) -> ExitCode:
+    """Run a job, or go on with its unfinished run."""
+    launch = Launch(
+        job,
+        fresh=fresh,
+        overrides=parse_overrides(settings),
+        acceptances=accepted(source=accept_source, settings=accept_settings),
+        batches=batches,
+        in_process=in_process,
+    )
+    return app.supervise(launch)
+
+
+@command(
+    "Every day",
+    argument("run", required=False),
+    option("--all", "everything", is_flag=True, help="The tick: go on with all that is due."),
+    ACCEPT_SOURCE,
+    ACCEPT_SETTINGS,
+    BATCHES,
+    IN_PROCESS,
+    exits=[*RUN_EXITS, ExitCode.NOT_FOUND],
+)
+def resume_command(
+    app: App,
+    *,
+    run: str | None,
+    everything: bool,
+    accept_source: bool,
+    accept_settings: bool,
+    batches: int | None,
+    in_process: bool,
+) -> ExitCode:
+    """Go on with an unfinished run (RUN, or a job's name; alone: the only one there is)."""
+    if everything:
+        return resume_all(app)
+    ledger = app.ledger(write=True)
+    try:
+        found = app.find_run(ledger, run) if run else only_unfinished(ledger)
+    finally:
+        ledger.close()
+    if found.finished:
+        app.console.result(f"run {found.id} of {found.job} has {found.state} already", vars(found))
+        return ExitCode.DONE
+    acceptances = accepted(source=accept_source, settings=accept_settings)
+    app.console.plain = not app.console.quiet
+    return app.supervise(
+        Launch(
+            found.job,
+            only_resume=True,
+            by_person=True,
+            acceptances=acceptances,
+            batches=batches,
+            in_process=in_process,
+        )
+    )
+
+
+def only_unfinished(ledger: Ledger) -> Run:
+    """Return the one unfinished run.
+
+    Raises:
+        NotFound: there is none.
+        ConfigurationError: there are several; they are listed.
+    """
+    found = ledger.all_unfinished()
+    if not found:
+        raise NotFound("There is no unfinished run.", todo="To begin one: batchrun run JOB")
+    if len(found) > 1:
+        names = "\n".join(f"  batchrun resume {run.id}   ({run.job})" for run in found)
+        raise ConfigurationError(
+            f"{len(found)} runs are unfinished.", todo=f"Type one of:\n{names}"
+        )
+    return found[0]
+
+
+def resume_all(app: App) -> ExitCode:
+    """Go on with every run that is due, one after another; 0 if none was."""
+    try:
+        ledger = app.ledger(write=True)
+    except NotFound:
+        return ExitCode.DONE
+    due = [run for run in ledger.all_unfinished() if is_due(ledger, run, app.host)]
+    ledger.close()
+    worst = ExitCode.DONE
+    for run in due:
+        try:
+            code = app.supervise(Launch(run.job, only_resume=True))
+        except (Busy, MaintenanceOn) as refusal:
+            app.console.say(str(refusal))
+            code = ExitCode.DONE
+        except BatchrunError as error:
+            app.console.letter(str(error), error.exit_code)
+            code = error.exit_code
+        worst = max(worst, code)
+    return worst
+
+
+def is_due(ledger: Ledger, run: Run, host: Host) -> bool:
+    """Tell whether the tick goes on with a run: nobody decided against it, nobody owns it."""
+    if run.state in (RunState.RESERVED, RunState.RUNNING):
+        attempt = ledger.last_attempt(run)
+        return attempt is None or not host.is_alive(attempt.supervisor)
+    if run.state == RunState.PAUSED:
+        return run.reason != Reason.PERSON
+    return run.state in (RunState.WAITING, RunState.INTERRUPTED)
+
+
+@command(
+    "Every day",
+    argument("name", required=False),
+    exits=[ExitCode.DONE, ExitCode.FINDINGS, ExitCode.NOT_FOUND],
+)
+def status_command(app: App, *, name: str | None) -> ExitCode:
+    """Show all jobs, or one job or run: state, records, and what to type next."""
+    ledger = app.ledger(write=False)
+    names = [name] if name else list(app.config.jobs)
+    rows = [["job", "state", "since", "records", "last success", "next"]]
+    documents = []
+    for each in names:
+        run = app.find_run(ledger, each) if name else ledger.unfinished(each) or ledger.latest(each)
+        job = run.job if run else each
+        document = job_status(ledger, run, job, app.host)
+        documents.append(document)
+        columns = ("job", "state", "since", "records", "last_success", "next")
+        rows.append([str(document[column] or "-") for column in columns])
+    barrier = Maintenance(app.config.state / "maintenance.lock").find()
+    text = render_table(rows)
+    if name and documents[0]["error"]:
+        text += f"\n{documents[0]['error']}"
+    if barrier:
+        text += f"\nmaintenance is on since {barrier.since} {barrier.reason}".rstrip()
+    app.console.result(text, {"jobs": documents, "maintenance": barrier and vars(barrier)})
+    needs = any(document["needs_someone"] for document in documents)
+    return ExitCode.FINDINGS if needs else ExitCode.DONE
+
+
+def job_status(ledger: Ledger, run: Run | None, job: str, host: Host) -> dict[str, Any]:
+    """Return how a job stands, and the line to type next."""
+    success = ledger.last_success(job)
+    status: dict[str, Any] = {
+        "job": job,
+        "run": run and run.id,
+        "state": "never run",
+        "since": None,
+        "records": None,
+        "last_success": success and success.ended_at,
+        "refused_since_success": ledger.refused_since_success(job),
+        "error": None,
+        "next": f"batchrun run {job}",
+        "needs_someone": False,
+    }
+    if run is None:
+        return status
+    state, _, following = seen_state(ledger, run, host).partition(";")
+    status.update(
+        state=state,
+        since=run.changed_at,
+        records=f"{run.read:,}" + (f" of {run.expected:,}" if run.expected else ""),
+        error=run.error,
+        next=following.format(run=run.id, job=job),
+        needs_someone=run.state in (RunState.FAILED, RunState.AWAITING)
+        or (run.state == RunState.PAUSED and run.reason == Reason.PERSON),
+    )
+    return status
+
+
+def seen_state(ledger: Ledger, run: Run, host: Host) -> str:
+    """Return a run's state as it is in truth, and what to type: a dead owner is seen here."""
+    if run.finished:
+        return f"{run.state};"
+    if run.state not in (RunState.RESERVED, RunState.RUNNING):
+        return f"{described_state(vars(run))};batchrun resume {{run}}"
+    attempt = ledger.last_attempt(run)
+    owners = [p for p in (attempt.supervisor, attempt.worker) if p] if attempt else []
+    alive = [process for process in owners if host.is_alive(process)]
+    if not alive:
+        return "interrupted;batchrun resume {run}"
+    if any(host.is_stopped(process) for process in alive):
+        return f"{run.state}, but its process is stopped;kill -CONT {alive[0].pid}"
+    return f"{run.state};batchrun pause {{run}}"
+
+
+@command("Every day", argument("run"), exits=[ExitCode.DONE, ExitCode.NOT_FOUND])
+def report_command(app: App, *, run: str) -> ExitCode:
+    """Tell what happened in a run: counts, attempts and how each ended, releases, rejects."""
+    ledger = app.ledger(write=False)
+    found = app.find_run(ledger, run)
+    summary = summarise(found, ledger.attempts(found), ledger.rejects(found))
+    summary["events"] = [vars(event) for event in ledger.events(found)]
+    text = render_report(summary)
+    text += "\nevents\n" + "\n".join(
+        f"  {event.id:>5}  {event.at}  {event.what}: {event.why}" for event in ledger.events(found)
+    )
+    app.console.result(text, summary)
+    return ExitCode.DONE
+
+
+PERSON_EXITS = [ExitCode.DONE, ExitCode.NOT_FOUND, ExitCode.BUSY]
+
+
+@command("Deploy", argument("run"), exits=PERSON_EXITS)
+def pause_command(app: App, *, run: str) -> ExitCode:
+    """Pause a run at its next safe point; only `resume RUN` goes on."""
+    return ask(app, run, Request.PAUSE)
+
+
+@command("Deploy", argument("run"), exits=PERSON_EXITS)
+def cancel_command(app: App, *, run: str) -> ExitCode:
+    """Cancel a run at its next safe point, for good."""
+    return ask(app, run, Request.CANCEL)
+
+
+def ask(app: App, name: str, request: Request) -> ExitCode:
+    """Ask a live run to stop, or decide at once about a run that nobody owns."""
+    ledger = app.ledger(write=True)
+    run = app.find_run(ledger, name)
+    if run.finished:
+        app.console.result(f"run {run.id} of {run.job} has {run.state} already", vars(run))
+        return ExitCode.DONE
+    lock = JobLock(app.state.lock_path(run.job))
+    who = app.host.user_name(os.getuid())
+    if lock.acquire():
+        if request == Request.CANCEL:
+            ledger.cancel(run, who, "a person decided so")
+        else:
+            ledger.pause(run, who)
+        lock.release()
+        app.console.result(f"run {run.id} of {run.job}: {request} done", {"run": run.id})
+    else:
+        ledger.request(run, request, who)
+        text = f"run {run.id} of {run.job}: {request} asked for, at its next safe point"
+        app.console.result(text, {"run": run.id, "request": request})
+    return ExitCode.DONE
+
+
+@command("Answer and mend", exits=[ExitCode.DONE, ExitCode.FINDINGS, ExitCode.PERSON_NEEDED])
+def check_command(app: App) -> ExitCode:
+    """Compare ledger and checkpoints; changes nothing."""
+    ledger = app.ledger(write=False)
+    findings = check(ledger, app.state.store)
+    for store in (app.state.store(job) for job in app.config.jobs):
+        require_witnesses_known(ledger, store)
+    lines = [f"{f.what}\n  {f.why}\n  to type: {f.todo}" for f in findings]
+    text = "\n".join(lines) or "ledger and checkpoints agree"
+    app.console.result(text, {"findings": [vars(finding) for finding in findings]})
+    return ExitCode.FINDINGS if findings else ExitCode.DONE
+
+
+@command(
+    "Answer and mend",
+    option("--apply", is_flag=True, help="Do it; without, only show what would be done."),
+    exits=[ExitCode.DONE, ExitCode.FINDINGS, ExitCode.BUSY],
+)
+def repair_command(app: App, *, apply: bool) -> ExitCode:
+    """Make a ledger that lost rows agree with the checkpoints, after copying both aside."""
+    app.state.require_fit(create=False)
+    held = repair_ledger(app, apply=apply)
+    if not held:
+        app.console.result("nothing to repair", {"repairs": []})
+        return ExitCode.DONE
+    lines = [f"run {c.run} of {c.job}: {why}; adopt its commit {c.number}" for why, c in held]
+    lines.append("done" if apply else "to do it: batchrun repair --apply")
+    documents = [{"run": c.run, "job": c.job, "number": c.number, "why": why} for why, c in held]
+    app.console.result("\n".join(lines), {"repairs": documents, "applied": apply})
+    return ExitCode.DONE if apply else ExitCode.FINDINGS
+
+
+def repair_ledger(app: App, *, apply: bool) -> list[tuple[str, Checkpoint]]:
+    """Return what is, or would be, adopted; with `apply` under the locks of the jobs concerned."""
+    stores = [app.state.store(job) for job in app.config.jobs]
+    unusable = unusable_ledger(app)
+    if unusable:
+        held = [(f"the ledger is lost: {unusable}", c) for c in readable_checkpoints(stores)]
+    else:
+        ledger = app.ledger(write=False)
+        held = [pair for store in stores for pair in repairs(ledger, store)]
+        ledger.close()
+    if apply and held:
+        locks = [JobLock(app.state.lock_path(job)) for job in {c.job for _, c in held}]
+        if not all(lock.acquire() for lock in locks):
+            what = "A job that is to be repaired runs right now."
+            raise Busy(what, unchanged="Nothing was changed.")
+        adopt_all(app, [checkpoint for _, checkpoint in held], anew=bool(unusable))
+        for lock in locks:
+            lock.release()
+    return held
+
+
+def adopt_all(app: App, checkpoints: list[Checkpoint], *, anew: bool) -> None:
+    """Copy ledger and checkpoints aside, then let the ledger stand where the checkpoints do."""
+    path = app.state.ledger_path
+    files = [path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm")]
+    stored = [app.state.store(c.job).path(c.run) for c in checkpoints]
+    moment = app.host.now().replace(":", "")
+    aside = set_aside(files + stored, app.state.path / "aside" / moment)
+    app.console.say(f"copied aside: {', '.join(map(str, aside))}", always=True)
+    if anew:
+        for file in files:
+            file.unlink(missing_ok=True)
+        create_ledger(path, app.host, checkpoints[0].ledger)
+    ledger = open_ledger(path, app.host, create=False)
+    for checkpoint in checkpoints:
+        content, digest = checkpoint_bytes(checkpoint)
+        ledger.adopt(checkpoint, content, digest, app.host.user_name(os.getuid()))
+    ledger.close()
+
+
+def unusable_ledger(app: App) -> str:
+    """Return why the ledger cannot be used at all; empty if it can."""
+    try:
+        ledger = app.ledger(write=False)
+        damage = ledger.damage()
+        ledger.close()
+    except PersonNeeded as error:
+        return error.what
+    return damage
+
+
+def readable_checkpoints(stores: list[CheckpointStore]) -> list[Checkpoint]:
+    """Return every valid checkpoint."""
+    found = []
+    for store in stores:
+        for name in store.runs():
+            with contextlib.suppress(BrokenCheckpoint):
+                found.append(parse_checkpoint(store.read(name) or b"")[0])
+    return found
+
+
+@command("Set up", argument("folder"), exits=[ExitCode.DONE])
+def init_command(app: App, *, folder: str) -> ExitCode:
+    """Make a folder with a configuration, a starter job that runs, and a feed for it."""
+    root = Path(folder)
+    files = {"batchrun.toml": STARTER_CONFIG, "jobs/inventory_sync.py": STARTER_JOB}
+    files["jobs/feed.csv"] = starter_feed()
+    there = [name for name in files if (root / name).exists()]
+    if there:
+        raise ConfigurationError(
+            f"{root / there[0]} is there already.",
+            unchanged="Nothing was written.",
+            todo="Choose another folder: batchrun init FOLDER",
+        )
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(root / name, content.encode())
+        (root / name).chmod(0o644)
+    text = f"made {', '.join(str(root / name) for name in files)}\n"
+    text += f"to go on: cd {root} && batchrun run inventory_sync"
+    app.console.result(text, {"files": [str(root / name) for name in files]})
+    return ExitCode.DONE
+
+
+STARTER_CONFIG = """\
+# batchrun's configuration. Relative paths start at this file. All keys: sample_config.toml.
+
+[jobs.inventory_sync]
+feed = "jobs/feed.csv"
+database = "sqlite:stock.db"
+"""
+
+STARTER_JOB = '''\
+"""Bring the local stock table level with the supplier's feed."""
+
+from dataclasses import dataclass
+
+from batchrun import Context, Delimited, job
+
+TABLE = "CREATE TABLE IF NOT EXISTS stock (sku TEXT PRIMARY KEY, quantity INTEGER NOT NULL)"
+UPSERT = """INSERT INTO stock VALUES (?, ?)
+    ON CONFLICT (sku) DO UPDATE SET quantity = excluded.quantity"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    feed: str
+    database: str = "sqlite:stock.db"
+
+
+@job(settings=Settings, version=1)
+def inventory_sync(ctx: Context[Settings]):
+    feed = ctx.enter(Delimited(ctx.settings.feed, key="sku"))
+    stock = ctx.connect(ctx.settings.database)
+    ctx.step("make table", lambda rows: rows.execute(TABLE) and None, target=stock)
+
+    for batch in ctx.batches(feed, target=stock):
+        with batch.transaction() as rows:  # rows and the batch's mark commit together
+            rows.executemany(UPSERT, [(r["sku"], int(r["quantity"])) for r in batch])
+        yield batch  # the commit point
+'''
+
+
+def starter_feed(records: int = 12_000) -> str:
+    """Return a small supplier's feed as CSV."""
+    lines = (f"SKU-{number:06d},{number * 7919 % 500}" for number in range(1, records + 1))
+    return "\n".join(["sku,quantity", *lines, ""])
+
+
+@command("Set up", exits=[ExitCode.DONE])
+def jobs_command(app: App) -> ExitCode:
+    """List the configured jobs, with their versions, settings and first lines."""
+    rows, documents = [["job", "version", "settings", "what it does"]], []
+    os.chdir(app.config.folder)
+    for name, job_config in app.config.jobs.items():
+        found = load_job(job_config)
+        settings = list(getattr(found.settings, "__dataclass_fields__", {}))
+        document = {
+            "job": name,
+            "version": found.version,
+            "settings": settings,
+            "title": found.title,
+        }
+        documents.append({**document, "file": str(job_config.path)})
+        rows.append([name, str(found.version), ", ".join(settings) or "-", found.title])
+    app.console.result(render_table(rows), {"jobs": documents})
+    return ExitCode.DONE
+
+
+def build_command_line() -> Any:
+    """Return the click group with every command."""
+    import click  # 40 ms, never in a worker
+
+    class Grouped(click.Group):
+        def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
+            for group in GROUPS:
+                named = [name for of_group, name, *_ in COMMANDS if of_group == group]
+                rows = [(n, self.commands[n].get_short_help_str(60)) for n in named]
+                if rows:
+                    with formatter.section(group):
+                        formatter.write_dl(rows)
+
+    root = Grouped("batchrun", help="Run long batch jobs so that they survive.")
+    root.params = [
+        click.Option(
+            ["--config"], metavar="PATH", help="Default: BATCHRUN_CONFIG, ./batchrun.toml."
+        ),
+        click.Option(["--json", "as_json"], is_flag=True, help="Write results as JSON."),
+        click.Option(["-q", "--quiet"], is_flag=True, help="Write nothing but results and errors."),
+        click.Option(
+            ["-v", "--verbose"], is_flag=True, help="Write plain lines about what happens."
+        ),
+    ]
+    root.epilog = exit_text(list(ExitCode))
+    click.version_option(VERSION)(root)
+    root.callback = click.pass_context(prepare_app)
+    for _, name, function, parameters, exits in COMMANDS:
+        root.add_command(build_command(click, name, function, parameters, exits))
+    return root
+
+
+def build_command(
+    click: Any,
+    name: str,
+    function: Callable[..., ExitCode],
+    parameters: list[tuple[Any, ...]],
+    exits: list[ExitCode],
+) -> Any:
+    """Return one click command whose return value is its exit code."""
+    made = []
+    for kind, names, more in parameters:
+        maker = click.Argument if kind == "argument" else click.Option
+        made.append(maker(list(names), **more))
+    callback = click.pass_obj(
+        functools.wraps(function)(lambda app, **given: function(app, **given))
+    )
+    return click.Command(
+        name, params=made, callback=callback, help=function.__doc__, epilog=exit_text(exits)
+    )
+
+
+def exit_text(codes: list[ExitCode]) -> str:
+    """Return the part of a help page that explains exit codes."""
+    lines = [f"{int(code):>3}  {EXIT_SENTENCES[code]}" for code in codes]
+    return "\b\nExit status:\n" + "\n".join(lines)
+
+
+def prepare_app(
+    context: Any, config: str | None, *, as_json: bool, quiet: bool, verbose: bool
+) -> None:
+    """Keep the global options for the command that follows."""
+    path = Path(config or os.environ.get("BATCHRUN_CONFIG") or "batchrun.toml").absolute()
+    context.obj = App(path, Console(as_json=as_json, quiet=quiet, verbose=verbose))
+
+
+def run_command_line(arguments: list[str]) -> int:
+    """Run one command and return its exit code; mistakes become letters."""
+    import click  # 40 ms, never in a worker
+
+    console = Console(as_json="--json" in arguments)
+    try:
+        return int(build_command_line().main(arguments, "batchrun", standalone_mode=False) or 0)
+    except click.exceptions.Exit as leaving:
+        return leaving.exit_code
+    except click.ClickException as error:
+        error.show()
+        return int(ExitCode.USAGE)
+    except click.Abort:
+        return int(ExitCode.INTERRUPTED)
+    except BatchrunError as error:
+        console.letter(str(error), error.exit_code)
+        return int(error.exit_code)
+    except OSError as error:
+        text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        console.letter(f"The system refused: {text}.\nNothing more was changed.", 5)
+        return int(ExitCode.STATE_DIRECTORY)
+
+
+def main() -> NoReturn:
+    """Run the command line and leave; a held lock is never given back on the way out."""
+    code = int(ExitCode.FAILED)
+    try:
+        code = run_command_line(sys.argv[1:])
+    finally:
+        if _held_locks:
+            os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    from batchrun import main as imported_main  # jobs import batchrun too: one copy, not two
+
+    imported_main()
