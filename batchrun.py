@@ -1,7 +1,47 @@
 """batchrun: a lightweight supervisor for long batch jobs, in one file, backed by one SQLite ledger.
 
-The one idea: a batch is committed when its checkpoint file is renamed into place. Before the
-rename the batch is done again; after it, the ledger is repaired from the checkpoint.
+The one idea: **a batch is committed when its checkpoint file is renamed into place.** Before the
+rename the batch is done again; after it, the ledger is repaired from the checkpoint. The checkpoint
+says where to go on; the ledger says what happened. Pause, failure, crash, deploy and reboot are one
+thing: the attempt ends, and `resume` starts a new attempt at the checkpoint.
+
+    cron, systemd, a person
+      |  batchrun run JOB
+      v
+    supervisor -- holds the job's lock, admits the run, watches, makes the run's edges
+      |  starts, signals                                   |
+      v                                                    v
+    worker ---- reads the source, drives the job's      ledger      state/ledger.db
+      |         generator, commits each batch  -------> checkpoint  state/checkpoints/JOB/RUN.json
+      v
+    target ---- the job's rows and batchrun's mark, in one transaction
+
+The two processes talk through the ledger and by signals. A run moves between the states of
+`RunState` along the edges of `TRANSITIONS` and no others:
+
+    waiting -> reserved -> running -> succeeded, or cancelled: finished, nothing leaves
+                  ^           |
+                  |           v
+                  +-- paused, interrupted, failed, awaiting: unfinished, a new attempt goes on
+
+The sections, bottom first; each uses only what stands above it:
+
+     1. Vocabulary                nouns, states, edges, errors with exit codes
+     2. Host                      clocks, processes, file systems; files replaced whole
+     3. Configuration             TOML to frozen dataclasses; settings, secrets
+     4. Checkpoints               where to go on; the encoding of cursors
+     5. Ledger                    what happened; one verb, one transaction
+     6. Locks and maintenance     who may run
+     8. Jobs                      what a job is, and what it is given; targets and sources
+    10. Recovery                  what a start finds, and what makes it agree
+    11. Worker                    one attempt: gate, batch, commit, cleanup
+    12. Supervisor                admission, attempts, endings
+    13. Reports                   rows to text and JSON
+    14. Command line              words to calls
+
+Twenty minutes of reading: the comment at the head of section 11 (the commit), the one of section 4
+(the file), `Ledger.commit`, `VERDICTS` in section 10 (what a start finds), `Ledger.admit`, then
+`Context.batches` and `Worker.drive`.
 """
 
 from __future__ import annotations
