@@ -3772,6 +3772,7 @@ class Mark:
             "rejected": link.rejected,
             "counts": link.counts,
             "ended": link.ended,
+            "source": link.source,
             "result": link.result,
         }
         changed = self.target.run_sql(
@@ -3819,7 +3820,7 @@ def judge_mark(row: tuple[Any, ...], course: Course, kind: str, loop: str) -> Li
             first_key=decode_cursor(row[2]),
             last_key=decode_cursor(row[3]),
             marked=True,
-            source=course.source,
+            source=summary["source"],
             result=summary["result"],
         )
     behind = number < expected
