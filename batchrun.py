@@ -53,35 +53,38 @@ import functools
 import hashlib
 import json
 import os
+import re
 import signal
 import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
 from itertools import islice, product
 from operator import attrgetter, itemgetter, lt
 from pathlib import Path
+from types import UnionType
 from typing import (
-    TYPE_CHECKING,
     Any,
     Generic,
+    Literal,
     NamedTuple,
     NoReturn,
     Protocol,
     Self,
     TypedDict,
     TypeVar,
+    Union,
     Unpack,
     cast,
+    get_args,
+    get_origin,
+    get_type_hints,
 )
 
 import apsw
-
-if TYPE_CHECKING:
-    import re
 
 VERSION = "0.1.0"
 T = TypeVar("T")
@@ -718,39 +721,37 @@ def make_private_folder(path: Path) -> None:
 #
 # The config file is TOML and is read whole, before anything is opened or written:
 #
-#     state = "state"                    keys of the file: the fields of Config made by _key()
-#     [defaults]                         options of every job: fields of JobConfig made by _key()
-#     [jobs.NAME]                        uses, the same options, and the settings of the job
+#     state = "state"      keys of the file: the fields of Config made by _key()
+#     [defaults]           options of every job: the fields of JobConfig made by _key()
+#     [jobs.NAME]          uses, the same options, and the settings of the job
 #
-# The two dataclasses are the table of keys: one field is one line, and from it come the reading,
-# the messages and config_keys(). A relative path is relative to the config file, never to the
-# working directory.
+# The two dataclasses are the table of keys: one line is one key, and from it come the reading, the
+# messages and config_keys(). A key has the name of its field without the unit, which is part of its
+# value ("60s"). Relative paths are relative to the config file, never to the working directory.
 #
 # A config is valid if and only if every table and key is known, every value is of its type and in
 # its range, every NAME can be a folder's name and every job names a function. The *settings* of a
-# job are checked by build_settings() against the job's own dataclass, where the job is imported:
-# in the worker. Until then they are the raw TOML values.
+# job stay as TOML has them until the worker has imported the job: build_settings() then checks them
+# against the job's own dataclass. A setting's type is one of str, int, float, bool, Path, Decimal,
+# date, datetime, Secret, Literal, list[T], tuple[T, ...], dict[str, T], or a union of these and
+# None. Nothing is guessed: an int is no bool, "5" is no 5; only int to float and text to Path,
+# Decimal and Secret are converted.
 #
-# Secrets: what a Secret holds, what is read by { env = } or { file = }, and passwords found inside
-# other settings are remembered by this process, and mask_secrets() replaces them wherever they
-# appear. identity() leaves them out, so that a changed password is not a changed setting.
+# Secrets: what a Secret holds, what is read by { env = } or { file = }, what is named like a secret
+# and passwords inside other settings are remembered by this process, and mask_secrets() replaces
+# them wherever they appear. A new password is not a changed setting: see identity().
 
 _UNITS_S = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
-_UNITS_BYTES = {"B": 1}
-_UNITS_BYTES |= {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS_BYTES = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS_BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def parse_duration(text: object) -> float:
     """Return a duration in seconds: "90s", "3m", "1h30m", "500ms", "2d", "1.5h".
 
-    Units run from large to small, each at most once. A bare number is refused, except 0.
-
-    Raises:
-        ValueError: what is wanted; the caller puts the name of the key or option in front.
+    Units run from large to small, each at most once. A bare number is refused, except 0: the
+    ValueError says what is wanted, the caller puts the name of the key or option in front.
     """
-    import re
-
     if text == "0" or (type(text) in (int, float) and text == 0):
         return 0.0
     number = r"([0-9]{1,9}(?:\.[0-9]{1,3})?)"
@@ -766,13 +767,8 @@ def parse_size(text: object) -> int:
     """Return a size in bytes: kB, MB, GB, TB are powers of 1000; KiB, MiB, GiB, TiB of 1024.
 
     KB is read as kB. A bare number is refused, except 0; so are M and mb, which people read in
-    two ways. Fractions ("1.5GB") are cut off below one byte.
-
-    Raises:
-        ValueError: what is wanted; the caller puts the name of the key or option in front.
+    two ways. Fractions ("1.5GB") are cut off below one byte. ValueErrors as in parse_duration().
     """
-    import re
-
     if text == "0" or (type(text) is int and text == 0):
         return 0
     pattern = r"([0-9]{1,12})(?:\.([0-9]{1,3}))? ?([A-Za-z]{1,3})"
@@ -796,38 +792,38 @@ def _whole(low: int, high: int) -> Callable[[object], int]:
     return read
 
 
-def _one_of(*words: str) -> Callable[[object], str]:
-    """Return a reader of one of the given words."""
+def _text(make: Callable[[str], T], pattern: str, wanted: str) -> Callable[[object], T]:
+    """Return a reader of text that matches."""
 
-    def read(value: object) -> str:
-        if isinstance(value, str) and value in words:
-            return value
-        raise ValueError("one of these is wanted: " + ", ".join(map(_quoted, words)))
+    def read(value: object) -> T:
+        if isinstance(value, str) and re.fullmatch(pattern, value):
+            return make(value)
+        raise ValueError(f"{wanted} is wanted")
 
     return read
 
 
-def _path(value: object) -> Path:
-    """Return a path; ~ is refused because cron, systemd and sudo disagree on whose home it is."""
-    if isinstance(value, str) and value and "\0" not in value and not value.startswith("~"):
-        return Path(value)
-    raise ValueError('a path without "~" is wanted, relative to the config file or whole')
-
-
-@dataclass(frozen=True)
-class ConfigKey:
+class ConfigKey(NamedTuple):
     """One key of the config file."""
 
-    name: str
     default: object  # as it stands in TOML
     read: Callable[[object], object]  # TOML value to Python value; ValueError says what is wanted
     meaning: str
+    field: str = ""  # of the dataclass
 
 
-def _key(name: str, default: object, read: Callable[[object], T], meaning: str) -> T:
+def _key(default: object, read: Callable[[object], T], meaning: str) -> T:
     """Declare a dataclass field that is a key of the config file."""
-    key = ConfigKey(name, default, read, meaning)
+    key = ConfigKey(default, read, meaning)
     return field(default_factory=lambda: read(default), metadata={"key": key})
+
+
+# ~ is refused because cron, systemd and sudo disagree on whose home it is.
+_PATH = _text(Path, r"[^~\0][^\0]*", 'a path without "~", relative to the config file or whole,')
+_FUNCTION = _text(str, r"[A-Za-z_]\w*(:[A-Za-z_]\w*)?", '"function" or "module:function"')
+_USES = ConfigKey("NAME", _FUNCTION, "the job's function, by default of the job's name")
+_REFUSE_OR_FRESH = _text(str, "refuse|fresh", '"refuse" or "fresh"')
+_JOB_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"  # it becomes a folder's name, and is typed
 
 
 @dataclass(frozen=True)
@@ -835,17 +831,24 @@ class JobConfig:
     """One [jobs.NAME] table: which function it uses, its options and its unchecked settings."""
 
     name: str
-    module: str
-    function: str
     path: Path  # of the job's file: jobs_folder/module.py; it need not exist yet
+    uses: str = field(metadata={"key": _USES})
     settings: Mapping[str, object] = field(default_factory=dict)  # raw TOML values
-    # fmt: off
-    batch_size: int = _key("batch_size", 5000, _whole(1, 1_000_000), "most records in a batch")
-    stop_grace_s: float = _key("stop_grace", "60s", parse_duration, "time a batch has to reach its safe point when asked to stop")  # noqa: E501
-    max_rejects: int = _key("max_rejects", 0, _whole(0, 10**9), "most rejected records in a run that still succeeds")  # noqa: E501
-    on_changed_source: str = _key("on_changed_source", "refuse", _one_of("refuse", "fresh"), "what run does when the source is not the one the run began with")  # noqa: E501
-    max_fresh: int = _key("max_fresh", 2, _whole(0, 1000), "most fresh starts in a row for a changed source")  # noqa: E501
-    # fmt: on
+    batch_size: int = _key(5000, _whole(1, 1_000_000), "most records in a batch")
+    stop_grace_s: float = _key("60s", parse_duration, "time to reach a safe point when asked to")
+    max_rejects: int = _key(0, _whole(0, 10**9), "most rejected records of a run that succeeds")
+    on_changed_source: str = _key("refuse", _REFUSE_OR_FRESH, "for another source")
+    max_fresh: int = _key(2, _whole(0, 1000), "most fresh starts in a row for a changed source")
+
+    @property
+    def module(self) -> str:
+        """The name of the job's file without .py."""
+        return self.uses.partition(":")[0]
+
+    @property
+    def function(self) -> str:
+        """The name of the job's function in its file."""
+        return self.uses.rpartition(":")[2]
 
 
 @dataclass(frozen=True)
@@ -855,18 +858,15 @@ class Config:
     path: Path
     folder: Path  # of the config file; its symbolic links are resolved, the file's own is not
     jobs: Mapping[str, JobConfig] = field(default_factory=dict)
-    # fmt: off
-    state: Path = _key("state", "state", _path, "folder of ledger, checkpoints, locks and logs")
-    jobs_folder: Path = _key("jobs_folder", "jobs", _path, "folder of the job files")
-    min_free_bytes: int = _key("min_free", "16MB", parse_size, "free space without which no run starts")  # noqa: E501
-    # fmt: on
+    state: Path = _key("state", _PATH, "folder of ledger, checkpoints, locks and logs")
+    jobs_folder: Path = _key("jobs", _PATH, "folder of the job files")
+    min_free_bytes: int = _key("16MB", parse_size, "free space without which no run starts")
 
     def __post_init__(self) -> None:
         """Make each relative path relative to the config file."""
         for name in ("state", "jobs_folder"):
-            object.__setattr__(
-                self, name, Path(os.path.normpath(self.folder / getattr(self, name)))
-            )
+            whole = os.path.normpath(self.folder / getattr(self, name))
+            object.__setattr__(self, name, Path(whole))
 
     def job(self, name: str) -> JobConfig:
         """Return the configured job of that name.
@@ -876,35 +876,32 @@ class Config:
         """
         if name in self.jobs:
             return self.jobs[name]
-        configured = ", ".join(sorted(self.jobs))
-        uses = name if name.isidentifier() else "FUNCTION"
-        wrong = _name_problem(name)
         raise NotFound(
-            f"There is no job {_quoted(name)} in {self.path}{_meant(name, self.jobs) or '.'}",
-            why=f"Configured: {configured}." if configured else "No job is configured.",
+            f"There is no job {json.dumps(name)} in {self.path}{_meant(name, self.jobs) or '.'}",
+            why=f"Configured: {', '.join(sorted(self.jobs)) or 'none'}.",
             unchanged="Nothing was changed.",
-            todo=f"That cannot be a job's name: {wrong}."
-            if wrong
-            else f'To add it, write there:\n[jobs.{_bare(name)}]\nuses = "{uses}"',
+            todo=f'To add it, write there:\n{_heading(name)}\nuses = "FUNCTION"',
         )
-
-
-_USES = ConfigKey("uses", "NAME", str, 'the job\'s function: "function" or "module:function"')
 
 
 def config_keys() -> dict[str, dict[str, ConfigKey]]:
     """Return every key by table and name: "" is the top of the file, then defaults, jobs.NAME."""
 
     def keys_of(kind: type) -> dict[str, ConfigKey]:
-        found = (each.metadata.get("key") for each in fields(kind))
-        return {key.name: key for key in found if key is not None}
+        found = ((each.name, each.metadata.get("key")) for each in fields(kind))
+        return {
+            name.removesuffix("_s").removesuffix("_bytes"): key._replace(field=name)
+            for name, key in found
+            if key
+        }
 
-    options = keys_of(JobConfig)
-    return {"": keys_of(Config), "defaults": options, "jobs.NAME": {"uses": _USES, **options}}
+    of_jobs = keys_of(JobConfig)
+    options = {name: key for name, key in of_jobs.items() if name != "uses"}
+    return {"": keys_of(Config), "defaults": options, "jobs.NAME": of_jobs}
 
 
 def load_config(path: Path) -> Config:
-    """Read and checks a config file, and writes nothing.
+    """Read and check a config file; write nothing.
 
     Whether others can change the file is not asked here (reading a config harms nobody):
     see check_trusted().
@@ -912,35 +909,33 @@ def load_config(path: Path) -> Config:
     Raises:
         ConfigurationError: one letter with everything that is wrong in the file.
     """
-    path = path if path.is_absolute() else Path(_working_folder(), path)
-    document = _toml(path)
-    keys = config_keys()
-    problems = _unknown("", document, [*keys[""], "defaults", "jobs"])
-    top = _values("", document, Config, problems)
-    table = _table("[defaults]", document.get("defaults", {}), problems)
-    problems += _unknown("[defaults] ", table, keys["defaults"])
-    defaults = _values("[defaults] ", table, JobConfig, problems)
-    config = Config(path=path, folder=path.parent.resolve(), **top)
-    jobs = {
-        name: _job(name, raw, config.jobs_folder, defaults, problems)
-        for name, raw in _table("[jobs]", document.get("jobs", {}), problems).items()
-    }
+    with contextlib.suppress(FileNotFoundError):  # a deleted working directory; nothing is found
+        path = path.absolute()
+    problems: list[str] = []
+    document, keys = _read_toml(path, problems), config_keys()
+    top, rest = _read_keys("", document, keys[""], problems, ("defaults", "jobs"))
+    options, _ = _read_keys("[defaults] ", rest.get("defaults", {}), keys["defaults"], problems)
+    _, tables = _read_keys("[jobs] ", rest.get("jobs", {}), {}, problems, None)
+    jobs: dict[str, JobConfig] = {}
+    config = Config(path, path.parent.resolve(), jobs, **top)
+    for name, table in tables.items():
+        if not re.fullmatch(_JOB_NAME, name):
+            rule = "a job's name is 1 to 64 letters, digits, _ - . and begins with neither . nor -"
+            problems.append(f"{_heading(name)}: {rule}")
+        named = {"uses": name, **table} if isinstance(table, dict) else table
+        own, settings = _read_keys(f"{_heading(name)} ", named, keys["jobs.NAME"], problems, None)
+        values = {"uses": name, **options, **own}
+        file = config.jobs_folder / f"{values['uses'].partition(':')[0]}.py"
+        jobs[name] = JobConfig(name, file, settings=settings, **values)
     if problems:
-        raise _unusable(f"The config file {path} cannot be used.", problems, _check_line(path))
-    return Config(path=path, folder=config.folder, jobs=jobs, **top)
+        todo = f"Correct it, then type: batchrun --config {_typed(path)} jobs"
+        raise _refusal(f"The config file {path} cannot be used.", problems, todo)
+    return config
 
 
-def _working_folder() -> str:
-    """Return the working directory, or "." if it was deleted: then no file is found in it."""
-    try:
-        return os.getcwd()  # noqa: PTH109
-    except FileNotFoundError:
-        return "."
-
-
-def _toml(path: Path) -> dict[str, Any]:
+def _read_toml(path: Path, problems: list[str]) -> dict[str, Any]:
     """Return the TOML document in a file; a byte order mark is allowed."""
-    import tomllib
+    import tomllib  # only where a config is read
 
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
@@ -951,149 +946,73 @@ def _toml(path: Path) -> dict[str, Any]:
             todo="To make one, type: batchrun init\nTo use another: batchrun --config PATH ...",
         ) from error
     except OSError as error:
-        raise ConfigurationError(
-            f"The config file {path} cannot be read.",
-            why=f"{error.strerror}.",
-            unchanged="Nothing was changed.",
-            todo=f"To see who may read it, type: ls -ld {_typed(path.parent)} {_typed(path)}",
-        ) from error
+        todo = f"To see who may read it, type: ls -ld {_typed(path.parent, path)}"
+        raise _refusal(f"The config file {path} cannot be read.", [error.strerror], todo) from error
     except (ValueError, RecursionError) as error:  # with line and column; or not UTF-8
-        what = f"The config file {path} cannot be used."
-        raise _unusable(what, [f"it is not valid TOML: {error}"], _check_line(path)) from error
+        problems.append(f"it is not valid TOML: {error}")
+        return {}
 
 
-def _values(
-    where: str, raw: Mapping[str, object], kind: type, problems: list[str]
-) -> dict[str, Any]:
-    """Return by field name what a table says about the keys of a dataclass; adds to problems."""
+def _read_keys(
+    where: str,
+    table: object,
+    keys: Mapping[str, ConfigKey],
+    problems: list[str],
+    others: Iterable[str] | None = (),
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of a table's keys by field, and what else is there; add to problems.
+
+    `others` are the names that may stand there too; None: any.
+    """
+    if not isinstance(table, dict):
+        problems.append(f"{where}must be a table, with a heading of its own")
+        return {}, {}
     values: dict[str, Any] = {}
-    for each in fields(kind):
-        key = each.metadata.get("key")
-        if key is None or key.name not in raw:
-            continue
+    for name in filter(keys.__contains__, table):
         try:
-            values[each.name] = key.read(raw[key.name])
+            values[keys[name].field] = keys[name].read(table[name])
         except ValueError as error:
-            shown = json.dumps(raw[key.name], default=str)
-            line = f"{key.name} = {json.dumps(key.default)}"
-            problems.append(f"{where}{key.name} = {shown}: {error}; write: {line}")
-    return values
-
-
-def _job(
-    name: str, raw: object, folder: Path, defaults: Mapping[str, Any], problems: list[str]
-) -> JobConfig:
-    """Return the job of one [jobs.NAME] table; adds to problems."""
-    where = f"[jobs.{_bare(name)}]"
-    wrong = _name_problem(name)
-    problems += [f"{where}: {wrong}; rename it"] if wrong else []
-    table = _table(where, raw, problems)
-    module, _, function = _uses(where, table.get("uses", name), problems).rpartition(":")
-    options = {**defaults, **_values(f"{where} ", table, JobConfig, problems)}
-    known = config_keys()["jobs.NAME"]
-    return JobConfig(
-        name=name,
-        module=module or function,
-        function=function,
-        path=folder / f"{module or function}.py",
-        settings={key: value for key, value in table.items() if key not in known},
-        **options,
-    )
-
-
-def _uses(where: str, value: object, problems: list[str]) -> str:
-    """Return the function a job uses, as it stands in TOML; adds to problems."""
-    parts = value.split(":") if isinstance(value, str) else []
-    if len(parts) not in (1, 2) or not all(part.isidentifier() for part in parts):
-        wanted = (
-            'a function\'s name is wanted; write: uses = "function" or uses = "module:function"'
-        )
-        problems.append(f"{where} uses = {json.dumps(value, default=str)}: {wanted}")
-        return "none"
-    return ":".join(parts)
-
-
-def _table(where: str, value: object, problems: list[str]) -> dict[str, Any]:
-    """Return a TOML table, or an empty one and a problem."""
-    if isinstance(value, dict):
-        return value
-    problems.append(f"{where} must be a table; write {where} on a line of its own")
-    return {}
-
-
-def _unknown(where: str, raw: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return a problem for each key that is not known."""
-    known = list(known)
-    return [
-        f"{where}{_bare(name)}: there is no such key or table{_meant(name, known)}"
-        for name in raw
-        if name not in known
-    ]
-
-
-def _name_problem(name: str) -> str:
-    """Return why a name cannot be a job's (it becomes a folder's name and is typed), or ""."""
-    import re
-
-    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
-        return ""
-    return "a job's name is 1 to 64 letters, digits, _ - . and begins with neither . nor -"
+            problems.append(f"{where}{name} = {json.dumps(table[name], default=str)}: {error}")
+    rest = {name: value for name, value in table.items() if name not in keys}
+    if others is not None:
+        for name in (name for name in rest if name not in others):
+            meant = _meant(name, [*keys, *others])
+            problems.append(f"{where}{name}: there is no such key or table{meant}")
+    return values, rest
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
     """Return the question for the closest known name, or ""."""
-    import difflib
+    import difflib  # only where something is wrong
 
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _quoted(text: str) -> str:
-    """Return text as a TOML string."""
-    return json.dumps(text, ensure_ascii=False)
+def _heading(name: str) -> str:
+    """Return the heading of a job's table; quoted if it has a dot, which would mean a subtable."""
+    return f"[jobs.{name if re.fullmatch('[A-Za-z0-9_-]+', name) else json.dumps(name)}]"
 
 
-def _bare(name: str) -> str:
-    """Return a name as a TOML key: quoted where it must be (a dot would begin a subtable)."""
-    plain = name.isascii() and name.replace("_", "a").replace("-", "a").isalnum()
-    return name if plain else _quoted(name)
+def _typed(*paths: Path) -> str:
+    """Return paths as they are typed in a shell."""
+    import shlex  # only for letters
+
+    return shlex.join(map(str, paths))
 
 
-def _typed(path: Path) -> str:
-    """Return a path as it is typed in a shell."""
-    import shlex
-
-    return shlex.quote(str(path))
-
-
-def _check_line(path: Path) -> str:
-    """Return the last line of letters about the contents of the config file."""
-    return f"Correct it, then type: batchrun --config {_typed(path)} jobs"
-
-
-def _unusable(what: str, problems: Iterable[str], todo: str) -> ConfigurationError:
+def _refusal(what: str, problems: Iterable[str | None], todo: str) -> ConfigurationError:
     """Return a letter that lists problems."""
     why = "\n".join(f"- {problem}" for problem in problems)
     return ConfigurationError(what, why=why, unchanged="Nothing was changed.", todo=todo)
 
 
-# --- Trust: jobs are code -------------------------------------------------------------------------
-#
-# A file or folder is trusted if and only if it and the folders that contain it (the one it is named
-# in and, behind a symbolic link, the real one) belong to the current user or to root and nobody
-# else can write to them. A group may write only if it is the owner's private one (same name, no
-# other member: what useradd and umask 002 make; Debian's ssh judges so too). A containing folder
-# with the sticky bit (/tmp) may be written to: nobody can replace what is not theirs. Higher
-# folders are not looked at: their owner is trusted with the machine anyway.
-
-
 def check_trusted(path: Path, *, what: str, euid: int | None = None) -> None:
     """Refuse a file or folder that another user could change or replace.
 
-    Args:
-        path: The file or folder.
-        what: Its name in the letter, such as "the jobs folder".
-        euid: The user who is to trust it; the current one if None.
+    Looked at are it and the folders that contain it: the one it is named in and, behind a symbolic
+    link, the real one. Higher folders are not: their owner is trusted with the machine anyway.
+    `what` is its name in the letter ("the jobs folder"); `euid` who is to trust it, if not we.
 
     Raises:
         ConfigurationError: who can change it and the line that ends this.
@@ -1105,331 +1024,39 @@ def check_trusted(path: Path, *, what: str, euid: int | None = None) -> None:
         places = dict.fromkeys((real, real.parent, path.absolute().parent))
         found = {place: place.stat() for place in places}
     except OSError as error:
-        raise ConfigurationError(
-            f"{what[0].upper()}{what[1:]} cannot be looked at: {path}.",
-            why=f"{error.strerror}.",
-            unchanged="Nothing was changed.",
-            todo=f"To see it, type: ls -ld {_typed(path.parent)} {_typed(path)}",
-        ) from error
+        todo = f"To see it, type: ls -ld {_typed(path.parent, path)}"
+        what = f"{what[0].upper()}{what[1:]} cannot be looked at: {path}."
+        raise _refusal(what, [error.strerror], todo) from error
     for place, seen in found.items():
-        why, line = _distrust(place, seen, me, contains=place != real)
+        why, todo = _distrust(place, seen, me, contains=place != real)
         if why:
-            raise ConfigurationError(
-                f"Other users could change {what}: {path}.",
-                why=f"{place} {why}, and jobs are code that runs with your rights.",
-                unchanged="Nothing was changed.",
-                todo=f"To end this, type: {line}",
-            )
+            why = f"{place} {why}, and jobs are code that runs with your rights"
+            todo = f"To end this, type: {todo}"
+            raise _refusal(f"Other users could change {what}: {path}.", [why], todo)
 
 
 def _distrust(place: Path, seen: os.stat_result, me: int, *, contains: bool) -> tuple[str, str]:
     """Return why a place is not trusted and the line that mends it, or two empty strings."""
-    mode = stat.S_IMODE(seen.st_mode)
+    mode, owner = stat.S_IMODE(seen.st_mode), Host().user_name(seen.st_uid)
     if seen.st_uid not in (me, 0):
-        owner = _user_name(seen.st_uid)
-        line = f"chown {_user_name(me)} {_typed(place)}" if me else f"sudo -u {owner} batchrun ..."
-        return f"belongs to {owner}", line
-    if contains and mode & stat.S_ISVTX:
+        line = f"chown {Host().user_name(me)} {_typed(place)}"
+        return f"belongs to {owner}", line if me else f"sudo -u {owner} batchrun ..."
+    shared = mode & stat.S_IWGRP and not _is_private(seen.st_gid, owner)
+    who = "everyone" if mode & stat.S_IWOTH else "its group" if shared else ""
+    if not who or (contains and mode & stat.S_ISVTX):  # sticky: nobody replaces what is not theirs
         return "", ""
-    others = "o" if mode & stat.S_IWOTH else ""
-    group = "g" if mode & stat.S_IWGRP and not _private_group(seen.st_uid, seen.st_gid) else ""
-    if not others and not group:
-        return "", ""
-    who = "everyone" if others else "its group"
-    return (
-        f"can be written to by {who} (mode {mode:04o})",
-        f"chmod {group}{others}-w {_typed(place)}",
-    )
+    return f"can be written to by {who} (mode {mode:04o})", f"chmod go-w {_typed(place)}"
 
 
-def _private_group(uid: int, gid: int) -> bool:
-    """Tell whether a group is its owner's alone."""
-    import grp
+def _is_private(gid: int, owner: str) -> bool:
+    """Tell whether a group is its owner's alone, as useradd makes it for umask 002."""
+    import grp  # only where a group may write
 
-    try:
+    with contextlib.suppress(KeyError):
         group = grp.getgrgid(gid)
-    except KeyError:
-        return False
-    return group.gr_name == _user_name(uid) and set(group.gr_mem) <= {group.gr_name}
+        return group.gr_name == owner and set(group.gr_mem) <= {owner}
+    return False
 
-
-def _user_name(uid: int) -> str:
-    """Return a user's name, or the number of one without a name."""
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-# --- Settings: from TOML to the job's own dataclass ----------------------------------------------
-#
-# A setting's type is one of str, int, float, bool, Path, Decimal, date, datetime, Secret, Literal,
-# list[T], tuple[T, ...], dict[str, T], or a union of these and None. Nothing is guessed: an int is
-# no bool, "5" is no 5; only int to float and text to Path, Decimal and Secret are converted. A str
-# or Secret may be written { env = "NAME" } or { file = "PATH" }: it is read when the settings are
-# made, and masked from then on.
-
-
-def build_settings(
-    cls: type,
-    raw: Mapping[str, object],
-    *,
-    job: str,
-    overrides: Mapping[str, str] | None = None,
-    folder: Path | None = None,
-) -> object:
-    """Return an instance of a job's settings dataclass, each value of its declared type.
-
-    Args:
-        cls: The dataclass.
-        raw: The TOML values.
-        job: The configured job's name, for the letter.
-        overrides: Text from --set by name; lists by comma, true or false, none.
-        folder: What relative paths are relative to: the folder of the config file.
-
-    Raises:
-        ConfigurationError: one letter with everything missing, unknown or of a wrong type.
-    """
-    spoken = overrides or {}
-    given = {**raw, **spoken}
-    kinds = _declared(cls, job)
-    values, problems = _read_settings(given, spoken, kinds, folder or Path())
-    missing = [name for name in _needed(cls) if name not in given]
-    problems += [f"{name}: is missing; write: {_line(name, kinds, {})}" for name in missing]
-    if not problems:
-        try:
-            return cls(**values)
-        except ValueError as error:  # the job's own __post_init__
-            problems.append(mask_secrets(str(error)))
-    todo = f"Correct [jobs.{_bare(job)}] in the config file or the --set options; type it again."
-    raise _unusable(f"The settings of job {_quoted(job)} cannot be used.", problems, todo)
-
-
-def _read_settings(
-    given: Mapping[str, object],
-    spoken: Mapping[str, str],
-    kinds: Mapping[str, object],
-    folder: Path,
-) -> tuple[dict[str, object], list[str]]:
-    """Return the converted values by name, and what is wrong with the others."""
-    values: dict[str, object] = {}
-    problems: list[str] = []
-    for name, value in given.items():
-        if name not in kinds:
-            meant = _meant(name, [*kinds, *config_keys()["jobs.NAME"]])
-            problems.append(f"{name}: there is no such setting{meant}")
-            continue
-        try:
-            made = _converted(value, kinds[name], folder, spoken=name in spoken)
-        except ValueError as error:
-            problems.append(f"{name}: {error}; write: {_line(name, kinds, spoken)}")
-            continue
-        if isinstance(made, str) and looks_secret(name, ""):
-            remember_secret(made)
-        values[name] = made
-    return values, problems
-
-
-def _declared(cls: type, job: str) -> dict[str, object]:
-    """Return the type of each setting by name."""
-    from typing import get_type_hints
-
-    what = f"The settings class of job {_quoted(job)} cannot be used."
-    todo = "Correct the job's file, then type it again."
-    if not is_dataclass(cls):
-        raise _unusable(what, [f"{cls!r} is not a dataclass"], todo)
-    try:
-        hints = get_type_hints(cls)
-    except (NameError, TypeError) as error:
-        raise _unusable(what, [f"a type in it cannot be found: {error}"], todo) from error
-    kinds = {each.name: hints[each.name] for each in fields(cls) if each.init}
-    taken = [name for name in config_keys()["jobs.NAME"] if name in kinds]
-    if taken:
-        line = "is an option of batchrun; rename the setting"
-        raise _unusable(what, [f"{name}: {line}" for name in taken], todo)
-    return kinds
-
-
-def _needed(cls: Any) -> list[str]:
-    """Return the names of the settings without a default."""
-    return [
-        each.name
-        for each in fields(cls)
-        if each.init and each.default is MISSING and each.default_factory is MISSING
-    ]
-
-
-class _NoValueError(ValueError):
-    """A setting of a fitting type whose value cannot be had; says why."""
-
-
-@functools.cache
-def _scalars() -> dict[object, tuple[str, str, tuple[type, ...], Callable[[str], object]]]:
-    """Return by single type: its words, an example, TOML types it takes too, text to TOML."""
-    from datetime import date, datetime
-    from decimal import Decimal
-
-    def refused(_: str) -> object:
-        raise _NoValueError("a secret on a command line is seen by others; put it in the config")
-
-    truth = {"true": True, "false": False}
-    return {
-        str: ("text", '"..."', (), str),
-        int: ("a whole number", "3", (), int),
-        float: ("a number", "1.5", (int,), float),
-        bool: ("true or false", "true", (), lambda text: truth.get(text, text)),
-        Path: ("a path", '"folder/file"', (str,), str),
-        Decimal: ("a decimal number as text", '"1.50"', (str, int), str),
-        date: ("a date", "2026-01-31", (), date.fromisoformat),
-        datetime: ("a date and time", "2026-01-31T09:00:00Z", (), datetime.fromisoformat),
-        Secret: ("a secret", '{ env = "NAME" }', (str,), refused),
-        type(None): ("none", "none", (), lambda text: None if text == "none" else text),
-    }
-
-
-def _shape(kind: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return what a type is made of: (list, (str,)), (Union, (int, NoneType)), (int, ())."""
-    from types import UnionType
-    from typing import Any, Union, get_args, get_origin
-
-    origin = get_origin(kind) or (object if kind is Any else kind)
-    return (Union if origin is UnionType else origin), get_args(kind)
-
-
-def _converted(value: object, kind: Any, folder: Path, *, spoken: bool) -> object:
-    """Return a value of the declared type from TOML or, if spoken, from the text of --set.
-
-    Raises:
-        ValueError: what is wanted.
-    """
-    from typing import Literal, Union
-
-    origin, args = _shape(kind)
-    convert = functools.partial(_converted, folder=folder, spoken=spoken)
-    if origin is Union:
-        return _first_fit(value, kind, args, convert)
-    if origin is Literal:
-        return _chosen(value, kind, args, spoken=spoken)
-    if origin in (list, tuple):
-        items = value.split(",") if spoken and isinstance(value, str) else value
-        if isinstance(items, list):
-            return origin(convert(each, (*args, object)[0]) for each in items)
-    if origin is dict and isinstance(value, dict):
-        return {name: convert(each, (*args, str, object)[1]) for name, each in value.items()}
-    return _converted_scalar(value, origin if origin is object else kind, folder, spoken=spoken)
-
-
-def _chosen(value: object, kind: Any, choices: Iterable[object], *, spoken: bool) -> object:
-    """Return the one of a Literal's values that is meant."""
-    for each in choices:
-        if (type(value), value) == (type(each), each) or (spoken and value == str(each)):
-            return each
-    raise ValueError(f"{_words(kind)} is wanted")
-
-
-def _first_fit(
-    value: object, kind: Any, kinds: Iterable[object], convert: Callable[[object, object], object]
-) -> object:
-    """Return the value as the first member of a union that it fits; none before text."""
-    for each in sorted(kinds, key=lambda each: each is not type(None)):
-        try:
-            return convert(value, each)
-        except _NoValueError:
-            raise
-        except ValueError:
-            continue
-    raise ValueError(f"{_words(kind)} is wanted")
-
-
-def _converted_scalar(value: object, kind: Any, folder: Path, *, spoken: bool) -> object:
-    """Return a single value of the declared type; ValueError says what is wanted."""
-    if kind is object:
-        return value
-    if kind not in _scalars():
-        raise ValueError(f"{_words(kind)} is wanted")
-    words, _, also, from_text = _scalars()[kind]
-    given = _spoken_value(str(value), words, from_text) if spoken else value
-    if kind in (str, Secret) and isinstance(given, dict):
-        given = _fetched(given, folder)
-    if type(given) not in (kind, *also):
-        raise ValueError(f"{words} is wanted")
-    if isinstance(given, str):
-        _remember_parts(given)
-    try:
-        made: Any = kind(given) if also else given
-    except ArithmeticError:  # Decimal
-        raise ValueError(f"{words} is wanted") from None
-    return folder / made if kind is Path else made
-
-
-def _spoken_value(text: str, words: str, from_text: Callable[[str], object]) -> object:
-    """Return the text of --set as TOML would have given it."""
-    try:
-        return from_text(text)
-    except _NoValueError:
-        raise
-    except ValueError:
-        raise ValueError(f"{words} is wanted") from None
-
-
-def _fetched(reference: dict[str, object], folder: Path) -> object:
-    """Return the text behind { env = "NAME" } or { file = "PATH" }, or a table that is neither."""
-    match list(reference.items()):
-        case [("env", str(name))]:
-            if name not in os.environ:
-                raise _NoValueError(f"the environment variable {name} is not set")
-            text = os.environ[name]
-        case [("file", str(name))]:
-            try:
-                text = (folder / name).read_text("utf-8").rstrip("\r\n")
-            except (OSError, UnicodeDecodeError) as error:
-                reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-                raise _NoValueError(f"{folder / name} cannot be read: {reason}") from None
-        case _:
-            return reference
-    remember_secret(text)
-    return text
-
-
-def _words(kind: Any) -> str:
-    """Return a type in the words of someone who writes TOML."""
-    from typing import Literal, Union
-
-    origin, args = _shape(kind)
-    plain = {list: "a list", tuple: "a list", dict: "a table"}
-    if origin is Union:
-        return " or ".join(_words(each) for each in args)
-    if origin is Literal:
-        return "one of " + ", ".join(json.dumps(each) for each in args)
-    if origin in plain:
-        return f"{plain[origin]} such as {_example(kind)}"
-    return _scalars()[kind][0] if kind in _scalars() else f"a type other than {kind!r}"
-
-
-def _example(kind: Any) -> str:
-    """Return a TOML value of a type."""
-    from typing import Literal
-
-    origin, args = _shape(kind)
-    if origin in (list, tuple):
-        return f"[{_example((*args, str)[0])}]"
-    if origin is dict:
-        return f"{{ name = {_example((*args, str, str)[1])} }}"
-    if origin is Literal:
-        return json.dumps(args[0])
-    return _scalars()[kind][1] if kind in _scalars() else _example((*args, str)[0])
-
-
-def _line(name: str, kinds: Mapping[str, object], spoken: Mapping[str, str]) -> str:
-    """Return the line that gives a setting a value, in the config file or on the command line."""
-    example = _example(kinds[name])
-    text = example.strip('"[]')
-    return f"--set {name}={text}" if name in spoken and text[0] != "{" else f"{name} = {example}"
-
-
-# --- Secrets and identity ------------------------------------------------------------------------
 
 _MASK = "***"
 _LEAST_CHARS = 4  # a shorter value would tear up text that has nothing to do with it
@@ -1442,7 +1069,6 @@ class Secret:
     __slots__ = ("_text",)
 
     def __init__(self, text: str) -> None:
-        """Keep the text and has it masked wherever it appears from now on."""
         self._text = text
         remember_secret(text)
 
@@ -1451,16 +1077,7 @@ class Secret:
         return self._text
 
     def __repr__(self) -> str:
-        """Return the mask."""
         return _MASK
-
-    def __eq__(self, other: object) -> bool:
-        """Tell whether both are secrets with the same text."""
-        return self._text == other._text if isinstance(other, Secret) else NotImplemented
-
-    def __hash__(self) -> int:
-        """Return the hash of the text."""
-        return hash(self._text)
 
 
 def remember_secret(value: str) -> None:
@@ -1468,7 +1085,7 @@ def remember_secret(value: str) -> None:
 
     Of a value of several lines each line is masked. Below 4 characters nothing is.
     """
-    from urllib.parse import quote, unquote
+    from urllib.parse import quote, unquote  # only where there is a secret
 
     for part in {value, *value.splitlines()}:
         url = quote(part, safe="", errors="replace")
@@ -1508,8 +1125,6 @@ def _secret_forms() -> tuple[re.Pattern[str], ...]:
 
     Linear: no two attempts of a pattern scan the same stretch without a bound (possessive ++).
     """
-    import re
-
     is_next = r"\\?[\"']?\s*[:=]\s*\\?[\"']?"  # also "name": "value", and inside JSON in a string
     value = (
         r"((?<=\\\")(?:[^\"\\\n]|\\\\)++"  # between backslash quotes
@@ -1531,65 +1146,232 @@ def _secret_forms() -> tuple[re.Pattern[str], ...]:
 
 def looks_secret(name: str, value: str) -> bool:
     """Tell whether a setting's name or value looks like a secret, so that --set must refuse it."""
-    import re
-
     named_so = re.search(rf"{_SECRET_NAME}\Z", name, re.IGNORECASE)
     return bool(named_so) or _masked_by_form(value) != value
 
 
-def _remember_parts(value: str) -> None:
-    """Have the passwords inside a setting masked, also where they appear alone.
+def _remember_parts(name: str, value: str) -> None:
+    """Have a setting named like a secret masked, or the passwords inside one that is not.
 
     Not those that the setting shows elsewhere (postgres://stock:stock@h/stock): they are words.
     """
+    if looks_secret(name, ""):
+        remember_secret(value)
     for pattern in _secret_forms():
         for found in pattern.finditer(value):
             if value.count(found[2]) == 1:
                 remember_secret(found[2])
 
 
-def identity(settings: object, *, folder: Path | None = None) -> dict[str, str]:
+def build_settings(
+    cls: type,
+    raw: Mapping[str, object],
+    *,
+    job: str,
+    folder: Path,
+    overrides: Mapping[str, str] | None = None,
+) -> object:
+    """Return an instance of a job's settings dataclass, each value of its declared type.
+
+    `raw` are the values in TOML's types, `overrides` the text of --set, which counts more. Relative
+    paths are relative to `folder`, that of the config file.
+
+    Raises:
+        ConfigurationError: one letter with everything missing, unknown or of a wrong type.
+    """
+    kinds, spoken = _declared(cls, job), overrides or {}
+    given = {**raw, **spoken}
+    values: dict[str, object] = {}
+    problems = [
+        f"{each.name}: is missing; a value of type {_type_name(kinds[each.name])} is wanted"
+        for each in fields(cls)
+        if each.init and each.name not in given and _default(each) is MISSING
+    ]
+    for name, value in given.items():
+        try:
+            values[name] = _setting(name, value, kinds, folder, spoken=name in spoken)
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+    if not problems:
+        try:
+            return cls(**values)
+        except ValueError as error:  # the job's own __post_init__
+            problems.append(mask_secrets(str(error)))
+    todo = f"Correct {_heading(job)} in the config file or the --set options; type it again."
+    raise _refusal(f"The settings of job {json.dumps(job)} cannot be used.", problems, todo)
+
+
+def _declared(cls: type, job: str) -> dict[str, object]:
+    """Return the type of each setting by name."""
+    try:
+        hints = get_type_hints(cls)
+        kinds = {each.name: hints[each.name] for each in fields(cls) if each.init}
+    except (NameError, TypeError) as error:  # a type that is nowhere; not a dataclass
+        problems = [str(error)]
+    else:
+        taken = [name for name in config_keys()["jobs.NAME"] if name in kinds]
+        problems = [f"{name}: is an option of batchrun; rename the setting" for name in taken]
+    if problems:
+        what = f"The settings class of job {json.dumps(job)} cannot be used."
+        raise _refusal(what, problems, "Correct the job's file, then type it again.")
+    return kinds
+
+
+def _default(each: Field[Any]) -> object:
+    """Return the default of a setting, or MISSING."""
+    return each.default if each.default_factory is MISSING else each.default_factory()
+
+
+def _type_name(kind: object) -> str:
+    """Return a type as the settings class has it: str, list[str], int | None, Secret."""
+    return re.sub(r"<class '|'>|\b[a-z]\w*\.", "", str(kind)).replace("NoneType", "None")
+
+
+def _setting(
+    name: str, value: object, kinds: Mapping[str, object], folder: Path, *, spoken: bool
+) -> object:
+    """Return a setting as its declared type has it; the ValueError says what is wrong."""
+    if name not in kinds:
+        meant = _meant(name, [*kinds, *config_keys()["jobs.NAME"]])
+        raise ValueError(f"there is no such setting{meant}")
+    candidates = _said(str(value)) if spoken else [value]
+    try:
+        made = _first_fit(candidates, functools.partial(_fitted, name, kinds[name], folder))
+    except TypeError:
+        raise ValueError(f"a value of type {_type_name(kinds[name])} is wanted") from None
+    if spoken and isinstance(made, Secret):
+        raise ValueError("a secret on a command line is seen by others; put it in the config")
+    return made
+
+
+def _said(text: str) -> Iterator[object]:
+    """Yield what the text of --set may mean, in TOML's types; the first that fits is meant."""
+    import tomllib  # only where a config is read
+
+    if text == "none":
+        yield None
+    for toml, literal in ((text, text), (f"[{text}]", text.split(","))):
+        with contextlib.suppress(ValueError, RecursionError):
+            read = tomllib.loads(f"_ = {toml}")["_"]
+            if not isinstance(read, str):  # text needs no quotes here, and keeps those it has
+                yield read
+        yield literal
+
+
+def _first_fit(candidates: Iterable[T], fit: Callable[[T], object]) -> object:
+    """Return what the first candidate that fits gives; TypeError if none does."""
+    for each in candidates:
+        with contextlib.suppress(TypeError):
+            return fit(each)
+    raise TypeError
+
+
+def _fitted(name: str, kind: Any, folder: Path, value: object) -> object:
+    """Return a TOML value as the declared type has it.
+
+    Raises:
+        TypeError: it is not of that type.
+        ValueError: it is, but its value cannot be had; says why.
+    """
+    origin, args = get_origin(kind) or kind, get_args(kind)
+    if origin in (Union, UnionType):
+        return _first_fit(args, lambda each: _fitted(name, each, folder, value))
+    if origin is Literal and (type(value), value) in [(type(each), each) for each in args]:
+        return value
+    if origin in (list, tuple) and isinstance(value, list):
+        return origin(_fitted(name, (*args, Any)[0], folder, each) for each in value)
+    if origin is dict and isinstance(value, dict):
+        of = (*args, Any, Any)[1]
+        return {key: _fitted(key, of, folder, each) for key, each in value.items()}
+    return value if origin in (Any, object) else _fitted_scalar(name, kind, folder, value)
+
+
+def _fitted_scalar(name: str, kind: Any, folder: Path, value: Any) -> object:
+    """Return a single value as the declared type has it; raises as _fitted() does."""
+    from decimal import Decimal  # only where settings are read
+
+    if kind in (str, Secret) and isinstance(value, dict):
+        value = _fetched(value, folder)
+    made_from = {float: (int,), Path: (str,), Decimal: (int, str), Secret: (str,)}
+    if type(value) not in (kind, *made_from.get(kind, ())):
+        raise TypeError
+    if isinstance(value, str):
+        _remember_parts(name, value)
+    try:
+        if kind is Path:
+            return folder / _PATH(value)
+        return value if type(value) is kind else kind(value)
+    except ArithmeticError:  # Decimal("x"), or a float out of range
+        raise TypeError from None
+
+
+def _fetched(reference: dict[str, object], folder: Path) -> object:
+    """Return the text behind { env = "NAME" } or { file = "PATH" }, or a table that is neither."""
+    match list(reference.items()):
+        case [("env", str(name))]:
+            if name not in os.environ:
+                raise ValueError(f"the environment variable {name} is not set")
+            text = os.environ[name]
+        case [("file", str(name))]:
+            path = folder / _PATH(name)
+            try:
+                text = path.read_text("utf-8").rstrip("\r\n")
+            except (OSError, UnicodeDecodeError) as error:
+                reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+                raise ValueError(f"{path} cannot be read: {reason}") from None
+        case _:
+            return reference
+    remember_secret(text)
+    return text
+
+
+def identity(settings: object, folder: Path) -> dict[str, str]:
     """Return by name a digest (16 hex digits) of each setting that makes a run what it is.
 
     Left out: secrets, settings named like secrets, and fields marked
-    field(metadata={"identity": False}). Passwords inside other settings are masked first. Paths
-    below folder (of the config file) count relative to it, so that a deploy into another folder
-    is no change.
+    field(metadata={"identity": False}); passwords inside other settings are masked. Paths below the
+    folder of the config file count relative to it: a deploy into another folder is no change.
     """
-    import hashlib
-
-    def canonical(value: object) -> str:
-        text = json.dumps(value, sort_keys=True, default=lambda each: _plain(each, folder))
-        return hashlib.sha256(_masked_by_form(text).encode()).hexdigest()[:16]
-
     values = {
         each.name: getattr(settings, each.name)
         for each in (fields(settings) if is_dataclass(settings) else ())
         if each.metadata.get("identity", True) and not looks_secret(each.name, "")
     }
-    return {name: canonical(v) for name, v in values.items() if not isinstance(v, Secret)}
+    identified = {name: value for name, value in values.items() if not isinstance(value, Secret)}
+    return {name: _setting_digest(value, folder) for name, value in identified.items()}
 
 
-def _plain(value: object, folder: Path | None) -> object:
-    """Return a value that JSON does not know as one it knows."""
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))
-    if isinstance(value, Path) and folder is not None and value.is_relative_to(folder):
-        return value.relative_to(folder).as_posix()
-    return str(value)
+def _setting_digest(value: object, folder: Path) -> str:
+    """Return the digest of one setting."""
+
+    def plain(value: object) -> object:  # what JSON does not know, as something it knows
+        if isinstance(value, (set, frozenset)):
+            return sorted(map(str, value))
+        if isinstance(value, Path) and value.is_relative_to(folder):
+            return value.relative_to(folder).as_posix()
+        return str(value)
+
+    text = _masked_by_form(json.dumps(value, sort_keys=True, default=plain))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def settings_digest(settings: object, *, folder: Path | None = None) -> str:
-    """Return the digest (64 hex digits) of a job's settings; see identity()."""
-    import hashlib
-
-    text = json.dumps(identity(settings, folder=folder), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+def settings_digest(identities: Mapping[str, str]) -> str:
+    """Return the digest (64 hex digits) of what identity() returned."""
+    return hashlib.sha256(json.dumps(identities, sort_keys=True).encode()).hexdigest()
 
 
-def changed_settings(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Return the sorted names of settings that differ between two identities."""
-    return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+def changed_settings(before: Mapping[str, str], settings: object, folder: Path) -> list[str]:
+    """Return the sorted names of settings that are not what an earlier identity() says.
+
+    A setting that was not known then (a newer version of the job has it) counts as changed if it is
+    not its default; one that the job does not have any more counts as changed.
+    """
+    declared = {each.name: each for each in (fields(settings) if is_dataclass(settings) else ())}
+    changed = before.keys() - declared.keys()
+    for name, digest in identity(settings, folder).items():
+        usual = _setting_digest(_default(declared[name]), folder)
+        changed |= {name} if digest != before.get(name, usual) else set()
+    return sorted(changed)
 
 
 # ======================================================================================
@@ -5975,12 +5757,12 @@ class Worker:
         os.chdir(self._config.folder)
         job = load_job(self._job_config)
         settings = self._build_settings(job)
-        identities = identity(settings) if settings is not None else {}
-        self._settings_digest = settings_digest(settings) if settings is not None else ""
+        identities = identity(settings, self._config.folder)
+        self._settings_digest = settings_digest(identities)
         self._job_version = job.version
         checkpoint = self._read_checkpoint()
         if checkpoint is not None:
-            self._require_same_basis(job, checkpoint, identities)
+            self._require_same_basis(job, checkpoint, settings)
         first = first_hash(self._ledger.uuid, self._run.id, self._settings_digest)
         basis = Basis(identities, job.version, first)
         me = cast("ProcessIdentity", self._host.identify())
@@ -6023,9 +5805,7 @@ class Worker:
             raise lost_ownership(self._run, self._order.generation)
         return checkpoint
 
-    def _require_same_basis(
-        self, job: Job, checkpoint: Checkpoint, identities: dict[str, str]
-    ) -> None:
+    def _require_same_basis(self, job: Job, checkpoint: Checkpoint, settings: object) -> None:
         """Refuse to go on with other settings, or with a checkpoint of a version unknown to us."""
         known = [job.version, *job.resumes]
         if checkpoint.job_version not in known:
@@ -6037,7 +5817,7 @@ class Worker:
                 todo="Add a converter to @job(resumes={...}), install that version again, or type:"
                 f" batchrun run {self._order.job} --fresh",
             )
-        changed = changed_settings(self._run.settings, identities)
+        changed = changed_settings(self._run.settings, settings, self._config.folder)
         if changed and "settings" not in self._order.acceptances:
             raise PersonNeeded(
                 f"Settings of {self._order.job} changed since run {self._run.id} began:"
