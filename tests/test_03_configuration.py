@@ -6,11 +6,12 @@ import grp
 import json
 import os
 import pwd
+import re
 import subprocess
 import sys
 import time
 import tomllib
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -37,7 +38,7 @@ from batchrun import (
     settings_digest,
 )
 
-SAMPLE = ROOT / "sample_config.toml"
+SAMPLE, JOB = ROOT / "sample_config.toml", ROOT / "jobs/inventory_sync.py"
 ME = 1000  # a user who is not root, so that the tests are the same under root
 
 
@@ -284,17 +285,31 @@ def test_the_sample_config_is_valid_as_it_stands() -> None:
     }
 
 
+def switched_on() -> str:
+    """Return the sample config with every key that it shows as a comment."""
+    return re.sub("^#(?=[a-z])", "", SAMPLE.read_text("utf-8"), flags=re.MULTILINE)
+
+
 def test_the_sample_config_shows_every_key_with_its_default() -> None:
-    lines = SAMPLE.read_text("utf-8").splitlines()
-    switched_on = "\n".join(
-        line[1:] if line.startswith("#") and line[1:2].isalpha() else line for line in lines
-    )
-    shown = tomllib.loads(switched_on)
-    keys = config_keys()
+    shown, keys = tomllib.loads(switched_on()), config_keys()
     assert {key: shown[key] for key in keys[""]} == {k: v.default for k, v in keys[""].items()}
     assert shown["defaults"] == {k: v.default for k, v in keys["defaults"].items()}
     assert shown["jobs"]["inventory_sync"]["uses"] == "inventory_sync"
     assert sorted({*shown} - {*keys[""]}) == ["defaults", "jobs"]
+
+
+def test_the_sample_config_shows_every_setting_of_its_job_with_a_value_that_it_takes(
+    tmp_path: Path,
+) -> None:
+    config = load_config(config_file(tmp_path, switched_on()))
+    found = batchrun.load_job(replace(config.job("inventory_sync"), path=JOB)).settings
+    assert found is not None
+    shown = config.job("inventory_sync").settings
+    assert sorted(shown) == sorted(each.name for each in fields(found))
+    made: Any = build_settings(found, shown, job="inventory_sync", folder=tmp_path)
+    for each in fields(found):
+        if each.default not in {MISSING, None}:
+            assert getattr(made, each.name) == each.default
 
 
 def test_every_key_has_a_default_that_it_can_read_and_a_meaning() -> None:
@@ -690,6 +705,16 @@ def test_no_secret_of_a_settings_url_is_left_in_an_error_about_it() -> None:  # 
     )
     shown = mask_secrets("cannot log in with 'S3@cr3t' (S3%40cr3t) at postgres://u:S3%40cr3t@h/db")
     assert shown == "cannot log in with '***' (***) at postgres://u:***@h/db"
+
+
+def test_a_secret_in_a_table_of_settings_is_masked_by_the_name_of_its_key() -> None:
+    @dataclass(frozen=True)
+    class Settings:
+        headers: dict[str, str]
+
+    headers = {"X-Api-Key": "S3cr3t", "Accept": "text/csv"}
+    build_settings(Settings, {"headers": headers}, job="a", folder=Path("/shop"))
+    assert mask_secrets("S3cr3t for text/csv") == "*** for text/csv"
 
 
 def test_a_password_that_is_also_a_name_is_masked_in_its_place_only() -> None:
