@@ -1252,7 +1252,7 @@ def _said(text: str) -> Iterator[object]:
         yield None
     for toml, literal in ((text, text), (f"[{text}]", text.split(","))):
         with contextlib.suppress(ValueError, RecursionError):
-            read = tomllib.loads(f"_ = {toml}")["_"]
+            (read,) = tomllib.loads(f"_ = {toml}").values()
             if not isinstance(read, str):  # text needs no quotes here, and keeps those it has
                 yield read
         yield literal

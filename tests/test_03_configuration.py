@@ -553,10 +553,13 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, wanted: st
 
 
 def test_a_wrong_override_is_answered_with_its_type() -> None:
-    shown = settings_letter(Everything, GOOD, overrides={"count": "x", "on": "1", "key2": "y"})
-    assert shown.splitlines()[1:4] == [
+    shown = settings_letter(
+        Everything, GOOD, overrides={"count": "x", "on": "1", "key2": "y", "limit": "1\n_a = 2"}
+    )
+    assert shown.splitlines()[1:5] == [
         "- count: a value of type int is wanted",
         "- on: a value of type bool is wanted",
+        "- limit: a value of type int | None is wanted",
         "- key2: there is no such setting; did you mean key?",
     ]
 
@@ -577,6 +580,7 @@ def test_a_wrong_override_is_answered_with_its_type() -> None:
         ("price", "1.50", Decimal("1.50")),
         ("ratio", "2", 2.0),
         ("limit", "none", None),
+        ("at", "2026-01-31T09:00:00", datetime(2026, 1, 31, 9)),  # noqa: DTZ001
         ("mode", "safe", "safe"),
     ],
 )
