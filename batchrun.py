@@ -5022,6 +5022,11 @@ class Delimited(_RecordFile):
         self._reader: Any = None  # a csv.reader
         self._open_lines: list[bytes] = []  # of the record that it is reading
 
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns in their order, once the file is open."""
+        return list(self._columns)
+
     def _begin(self) -> None:
         self._jumped()
         self._columns = self._named or []

@@ -38,12 +38,10 @@ class Settings:
 def inventory_sync(ctx: Context[Settings]) -> Iterator[Batch]:
     """Insert new rows, update changed ones, leave the others alone."""
     s = ctx.settings
-    parse = partial(as_row, key=s.key, types=s.types)
+    parse = partial(as_row, key=s.key, types=s.types, keep=s.keep)
     form: dict[str, Any] = {"delimiter": s.delimiter, "quoting": s.quoting, "encoding": s.encoding}
-    feed = ctx.enter(
-        Delimited(s.feed, key=s.key, columns=s.columns, keep=s.keep, parse=parse, **form)
-    )
-    names = list(feed.columns)
+    feed = ctx.enter(Delimited(s.feed, key=tuple(s.key), columns=s.columns, parse=parse, **form))
+    names = kept(feed.columns, s)
     create, insert, update = statements(s, names)
     stock = ctx.connect(s.database)
 
@@ -59,13 +57,27 @@ def inventory_sync(ctx: Context[Settings]) -> Iterator[Batch]:
             inserted = cursor.rowcount
             cursor.executemany(update, rows)
             updated = cursor.rowcount
-        batch.count(inserted=inserted, updated=updated, unchanged=len(batch) - inserted - updated)
+            left = len(batch) - inserted - updated
+            batch.count(inserted=inserted, updated=updated, unchanged=left)
         yield batch
 
 
-def as_row(record: dict[str, str], key: list[str], types: dict[str, str]) -> dict[str, Any]:
+def kept(columns: list[str], s: Settings) -> list[str]:
+    """Return the feed's columns that are kept, in its order."""
+    wanted = columns if s.keep is None else s.keep
+    if absent := [name for name in [*wanted, *s.key, *s.types] if name not in columns]:
+        raise ValueError(f"keep, key or types name columns that the feed lacks: {absent}")
+    if dropped := [name for name in [*s.key, *s.types] if name not in wanted]:
+        raise ValueError(f"key or types name columns that are not kept: {dropped}")
+    return [name for name in columns if name in wanted]
+
+
+def as_row(
+    record: dict[str, str], key: list[str], types: dict[str, str], keep: list[str] | None
+) -> dict[str, Any]:
     """Return the record with its columns typed; a ValueError rejects it."""
-    row = {name: as_value(types.get(name, "text"), name, text) for name, text in record.items()}
+    wanted = record if keep is None else keep
+    row = {name: as_value(types.get(name, "text"), name, record[name]) for name in wanted}
     if empty := [name for name in key if row[name] in (None, "")]:
         raise ValueError(f"key column {empty[0]} is empty")
     return row
@@ -84,8 +96,6 @@ def as_value(kind: str, name: str, text: str) -> str | int | float | None:
 
 def statements(s: Settings, names: list[str]) -> tuple[str, str, str]:
     """Return the SQL that makes the table, inserts new rows, updates changed ones."""
-    if absent := [name for name in [*s.key, *s.types] if name not in names]:
-        raise ValueError(f"key or types name columns that are not kept: {', '.join(absent)}")
     if unknown := set(s.types.values()) - set(SQL_TYPES):
         raise ValueError(f"types: {sorted(unknown)} should be of {', '.join(SQL_TYPES)}")
     table = ".".join(map(quoted, s.table.split(".")))
