@@ -82,6 +82,7 @@ from typing import (
     get_args,
     get_origin,
     get_type_hints,
+    overload,
 )
 
 import apsw
@@ -3018,13 +3019,17 @@ class Maintenance:
 # finished steps return their recorded result. Stopping is `close()` on the generator, so cleanup
 # in reverse order is Python's own.
 #
+# What the job's calls of batchrun raise is final: whoever swallows it gets it again with the next
+# call, and no commit is made any more.
+#
 # A target is a connection in which batchrun keeps one row per run and loop in `batchrun_mark`.
 # The mark commits together with the batch's rows, fenced by the generation:
 #
 #   claim   before the first read and before any other use of the target, in a transaction of its
 #           own: generation = ours where it is lower. So it waits behind an old transaction.
-#   judge   number = the checkpoint's: agreed. One more than the run's newest commit: that batch
-#           is done, roll forward. Anything else: the target was restored, or is another one.
+#   judge   number = the checkpoint's: agreed. One more than the run's newest commit, in a loop that
+#           is not finished: that batch is done, roll forward. Anything else: the target was
+#           restored, or is another one.
 #   mark    the last statement of `batch.transaction()`: where generation = ours and number is
 #           lower. 0 rows = lost ownership.
 #
@@ -3033,10 +3038,9 @@ class Maintenance:
 
 S = TypeVar("S")
 
-MARK_TABLE = """CREATE TABLE batchrun_mark (
+MARK_TABLE = """CREATE TABLE IF NOT EXISTS batchrun_mark (
   run TEXT NOT NULL, loop TEXT NOT NULL, number BIGINT NOT NULL, generation BIGINT NOT NULL,
   first_key TEXT, last_key TEXT, cursor TEXT, counts TEXT NOT NULL, PRIMARY KEY (run, loop))"""
-POSTGRES_SCHEMES = ("postgres:", "postgresql:")
 
 
 @dataclass(frozen=True)
@@ -3044,6 +3048,7 @@ class Job:
     """A job's function and what it declares; what the `job` decorator returns.
 
     Attributes:
+        function: the generator function itself.
         settings: the frozen dataclass of its settings, or None if it has none.
         version: of the job's checkpoints.
         resumes: older version -> function that turns its cursor into one of this version.
@@ -3065,8 +3070,22 @@ class Job:
         return self.function(context)
 
 
+@overload
+def job(function: Callable[..., Iterator[Any]], /) -> Job: ...
+
+
+@overload
+def job(
+    *,
+    settings: type | None = None,
+    version: int = 1,
+    resumes: dict[int, Callable[[Any], Any]] | None = None,
+) -> Callable[[Callable[..., Iterator[Any]]], Job]: ...
+
+
 def job(
     function: Callable[..., Any] | None = None,
+    /,
     *,
     settings: type | None = None,
     version: int = 1,
@@ -3085,14 +3104,14 @@ def job(
     """
 
     def declare(function: Callable[..., Any]) -> Job:
-        if not function.__code__.co_flags & 0x20:  # inspect.CO_GENERATOR, without importing it
-            raise JobError(
-                f"The job {function.__name__} never yields.",
-                why="A job yields each batch after its work; yielding is what commits it.",
-                unchanged="Nothing was begun.",
-                todo="End the loop's body with: yield batch",
-            )
-        return Job(function, settings, version, dict(resumes or {}))
+        if function.__code__.co_flags & 0x20:  # inspect.CO_GENERATOR, without importing it
+            return Job(function, settings, version, dict(resumes or {}))
+        raise JobError(
+            f"The job {function.__name__} never yields.",
+            why="A job yields each batch after its work; yielding is what commits it.",
+            unchanged="Nothing was begun.",
+            todo="End the loop's body with: yield batch",
+        )
 
     return declare if function is None else declare(function)
 
@@ -3103,94 +3122,138 @@ def load_job(job_config: JobConfig) -> Job:
     Raises:
         ConfigurationError: the file, the import or the name is wrong; says which and where.
     """
-    import importlib.util  # only where jobs are imported
-
-    path = job_config.path
+    path, name = job_config.path, job_config.module
     check_trusted(path.parent, what="the jobs folder")
     check_trusted(path, what="the job's file")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    name = job_config.module
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        message = f"{path} cannot be imported."
-        raise ConfigurationError(message, unchanged="Nothing was begun.")
     module = sys.modules.get(name)
     if module is None or getattr(module, "__file__", None) != str(path):
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        _execute(spec.loader, module, path)
+        module = _imported(name, path)
     found = getattr(module, job_config.function, None)
-    if not isinstance(found, Job):
-        jobs = sorted(key for key, value in vars(module).items() if isinstance(value, Job))
-        raise ConfigurationError(
-            f"{path} has no job named {job_config.function!r}.",
-            why=f"Its jobs are: {', '.join(jobs) or 'none; is @job missing?'}",
-            unchanged="Nothing was begun.",
-            todo=f'Set uses = "{job_config.module}:FUNCTION" in [jobs.{job_config.name}].',
-        )
-    return found
+    if isinstance(found, Job):
+        return found
+    jobs = sorted(key for key, value in vars(module).items() if isinstance(value, Job))
+    raise ConfigurationError(
+        f"{path} has no job named {job_config.function!r}.",
+        why=f"Its jobs are: {', '.join(jobs) or 'none; is @job missing?'}",
+        unchanged="Nothing was begun.",
+        todo=f'Set uses = "{job_config.module}:FUNCTION" in [jobs.{job_config.name}].',
+    )
 
 
-def _execute(loader: Any, module: Any, path: Path) -> None:
-    """Run a job's module; its mistakes become letters."""
+def _imported(name: str, path: Path) -> Any:
+    """Run a job's file as a module; its mistakes become letters."""
+    from importlib.util import module_from_spec, spec_from_file_location  # only where jobs are
+
+    spec = cast("Any", spec_from_file_location(name, path))
+    module = sys.modules[name] = module_from_spec(spec)
     try:
-        loader.exec_module(module)
+        spec.loader.exec_module(module)
     except BatchrunError:
         raise
     except Exception as error:
-        where = error.__traceback__
-        while where is not None and where.tb_next is not None:
+        line, where = getattr(error, "lineno", None), error.__traceback__
+        while where is not None:
+            line = where.tb_lineno if where.tb_frame.f_code.co_filename == str(path) else line
             where = where.tb_next
-        line = getattr(error, "lineno", None) or (where.tb_lineno if where else "?")
         raise ConfigurationError(
             f"The job's file {path} cannot be imported.",
-            why=f"{type(error).__name__}: {error} (line {line})",
+            why=f"{type(error).__name__}: {error} (line {line or '?'})",
             unchanged="Nothing was begun.",
             todo="Mend the file, then start again.",
         ) from error
+    return module
+
+
+CONTRACT = {  # what a job must not do: what it did, why that is refused, what to do instead
+    "read on": """Batch {number} was not yielded before the job read on.
+Yielding commits a batch; reading on would lose it.
+End the loop's body with: yield batch""",
+    "yielded": """The job yielded {what}; expected was {expected}.
+Yielding commits the batch that was handed out last.
+Write: for batch in ctx.batches(...): ...; yield batch""",
+    "yielded inside": """Batch {number} was yielded inside its transaction().
+Yielding commits the batch; its rows are not committed yet.
+Move the yield out of the `with` block.""",
+    "not entered": """Batch {number} has a target but never entered transaction().
+Its mark was not written, so the batch could be applied twice.
+Write its rows inside `with batch.transaction() as rows:`.""",
+    "entered twice": """Batch {number} entered transaction() twice.
+Its rows and its mark commit together, once.
+Put all writes of the batch into one `with batch.transaction() as rows:`.""",
+    "rolled back": """Batch {number} was yielded although its transaction() was rolled back.
+An error ended it and the job went on; its rows would be missing.
+Let the error out of the job, or reject the records that cause it.""",
+    "wrote after": """Batch {number} was yielded while its target has an open transaction.
+Writes after transaction() would be lost, or committed without the mark.
+Put all writes of the batch into its transaction().""",
+    "wrote before": """The target of {loop!r} has an open transaction with writes.
+batchrun would commit them together with its own mark, or roll them back.
+Commit them before, or write inside `with batch.transaction() as rows:`.""",
+    "ended it": """The job ended the transaction of {loop!r} inside transaction().
+Rows and mark commit together; what was committed alone may be applied twice.
+Leave commit() and rollback() to the end of the `with` block.""",
+    "too late": """{call} of batch {number} was called after the batch was closed.
+Its transaction() or its yield has committed it already.
+Call {call} before the yield, and inside transaction() if there is one.""",
+    "no target": """Loop {loop!r} has no target, so its batches have no transaction().
+Its mark is kept where the rows are.
+Name the connection: ctx.batches(source, target=connection)""",
+    "unfit target": """A {kind} cannot be a target.
+A target is an open connection of sqlite3, apsw, psycopg or another DB-API driver.
+Pass the connection itself, for example: target=ctx.connect(ctx.settings.database)""",
+    "one name": """Two loops or steps are named {name!r}.
+Each has a cursor or a result of its own in the checkpoint.
+Give each a name: ctx.batches(source, name="...")""",
+    "two at once": """{kind} {name!r} began before loop {loop!r} was read to its end.
+Commits are one chain: loops and steps come one after another.
+Read the first loop to its end, or call ctx.finish(reason).""",
+    "not JSON": """The result of step {step!r} is not JSON: {result!r}.
+It is recorded once and given back in every later attempt.
+Return None, text, numbers, lists and dicts with text keys.""",
+    "no loop": """The job returned without a loop.
+A job reads its source by ctx.batches(...); without one nothing is recorded.
+Write: for batch in ctx.batches(source): ...; yield batch""",
+    "unread": """The job returned before loop {loop!r} was read to its end.
+What was not read would be missing although the run had succeeded.
+Leave out the break or return, or call ctx.finish("why") before it.""",
+}
+
+
+def broken(clause: str, **facts: object) -> JobError:
+    """Return the letter for a job that broke a clause of its contract."""
+    what, why, todo = CONTRACT[clause].format(**facts).split("\n", 2)
+    return JobError(what, why=why, unchanged="Nothing more was committed.", todo=todo)
 
 
 class JobFrame:
-    """Whether the job's own code runs at this moment; only then it may be interrupted."""
+    """Whether the job's own code runs at this moment; only then it may be interrupted, once."""
 
     def __init__(self) -> None:
-        self.inside = False
-        self._wanted = False
+        self.inside = self.interrupted = self._wanted = False
 
     def interrupt(self) -> None:
         """Raise `Interrupted` in the job's frame: at once, or when it is entered next."""
-        if self.inside:
-            self.inside = False
-            raise Interrupted
         self._wanted = True
+        self._heed()
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Run the job's code."""
-        self._enter()
+    def switched(self, *, inside: bool) -> Iterator[None]:
+        """Run the job's code (inside), or our own code that the job calls."""
+        before = self.inside
         try:
+            self.inside = inside
+            self._heed()
             yield
         finally:
-            self.inside = False
+            self.inside = before
+            self._heed()
 
-    @contextlib.contextmanager
-    def left(self) -> Iterator[None]:
-        """Run our own code, called from the job's."""
-        was_inside, self.inside = self.inside, False
-        try:
-            yield
-        except BaseException:
-            self.inside = was_inside
-            raise
-        if was_inside:
-            self._enter()
-
-    def _enter(self) -> None:
-        if self._wanted:
-            self._wanted = False
+    def _heed(self) -> None:
+        if self._wanted and self.inside and not self.interrupted:
+            self.interrupted = True
             raise Interrupted
-        self.inside = True
 
 
 class CleanupStack:
@@ -3201,20 +3264,20 @@ class CleanupStack:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._entries: list[tuple[str, Callable[[], object]]] = []
+        self._entries: list[tuple[str, Callable[[BaseException | None], object]]] = []
         self.releases: list[dict[str, Any]] = []
 
-    def push(self, name: str, release: Callable[[], object]) -> None:
-        """Add a release; it is called before all that were added earlier."""
+    def push(self, name: str, release: Callable[[BaseException | None], object]) -> None:
+        """Add a release, called with why the attempt did not succeed, before all added earlier."""
         self._entries.append((name, release))
 
-    def unwind(self) -> None:
+    def unwind(self, reason: BaseException | None = None) -> None:
         """Release everything, last in, first out."""
         while self._entries:
             name, release = self._entries.pop()
             began, error = self._host.monotonic(), ""
             try:
-                release()
+                release(reason)
             except BaseException as raised:  # noqa: BLE001 - one failing release must not stop the next
                 error = mask_secrets(f"{type(raised).__name__}: {raised}")
             elapsed_s = round(self._host.monotonic() - began, 6)
@@ -3233,6 +3296,7 @@ class Link:
         read: records consumed, rejected ones included.
         staged: generation under which the rejects are in the ledger already; None if they are not.
         marked: whether the loop's target holds this number now.
+        source: fingerprint of the loop's source.
         result: of a step, JSON.
     """
 
@@ -3275,157 +3339,132 @@ class Course:
     @classmethod
     def after(cls, run: Run, generation: int, checkpoint: Checkpoint | None) -> Course:
         """Return the course that goes on behind a checkpoint, or begins a run."""
-        course = cls(run, generation, hash=run.hash)
-        if checkpoint is not None:
-            totals = checkpoint.totals
-            course.number, course.passed = checkpoint.number, list(checkpoint.passed)
-            course.marks, course.counts = dict(checkpoint.marks), dict(totals["counts"])
-            course.read, course.rejected = totals["read"], totals["rejected"]
-            course.batches = totals["batches"]
-            if checkpoint.kind == "batch":
-                course.loop, course.ended = checkpoint.loop, checkpoint.ended
-                course.cursor, course.source = decode_cursor(checkpoint.cursor), checkpoint.source
+        if checkpoint is None:
+            return cls(run, generation, hash=run.hash)
+        course = cls(run, generation, checkpoint.number, run.hash, **checkpoint.totals)
+        course.passed, course.marks = list(checkpoint.passed), dict(checkpoint.marks)
+        if checkpoint.kind == "batch":
+            course.loop, course.ended = checkpoint.loop, checkpoint.ended
+            course.cursor, course.source = decode_cursor(checkpoint.cursor), checkpoint.source
         return course
+
+    @property
+    def order(self) -> list[tuple[str, str]]:
+        """Kind and name of the loops and steps that the checkpoint knows, in their order."""
+        begun = [("loop", self.loop)] if self.loop else []
+        return [(kind, name) for kind, name, *_ in self.passed] + begun
 
 
 class Target:
-    """A connection that keeps batchrun's mark; placeholders and transactions in its own way.
+    """A connection that keeps batchrun's mark. This one is of any DB-API driver.
 
-    Subclasses know one driver each. `open_target` chooses.
+    The subclasses know their drivers better; `open_target` chooses.
     """
 
-    placeholder = "?"
-
-    def __init__(self, connection: Any) -> None:
-        self.connection = connection
-
-    def cursor(self) -> Any:
-        """Return a new cursor of the driver."""
-        return self.connection.cursor()
+    def __init__(self, connection: Any, placeholder: str) -> None:
+        self.connection, self._placeholder = connection, placeholder
 
     def begin(self) -> None:
-        """Begin a transaction; none is open."""
-        self.connection.execute("BEGIN IMMEDIATE")
+        """Begin a transaction, unless the first statement does so."""
 
-    def commit(self) -> None:
-        """Commit the open transaction."""
-        self.connection.commit()
+    def end(self, how: str) -> None:
+        """End the open transaction; `how` is `commit` or `rollback`."""
+        getattr(self.connection, how)()
 
-    def rollback(self) -> None:
-        """Roll back what is open, if anything."""
-        self.connection.rollback()
+    def is_open(self) -> bool:
+        """Tell whether a transaction is open, or may be."""
+        return True
 
-    def transaction_state(self) -> str:
-        """Return `none`, `read` or `write`: what an open transaction has done."""
-        raise NotImplementedError
+    def has_written(self) -> bool:
+        """Tell whether the open transaction has written, if the driver can tell."""
+        return False
 
-    def settled(self) -> None:
-        """Remember the moment after our own commit or rollback, to tell later writes from it."""
+    def run_sql(self, sql: str, *bindings: object) -> Any:
+        """Execute a statement written with `?`, and return its cursor."""
+        cursor = self.connection.cursor()
+        cursor.execute(sql.replace("?", self._placeholder), bindings)
+        return cursor
 
-    def run_sql(self, cursor: Any, sql: str, *bindings: object) -> int:
-        """Execute a statement written with `?`, and return how many rows it changed."""
-        cursor.execute(sql.replace("?", self.placeholder), bindings)
+    def changes(self, cursor: Any) -> int:
+        """Return how many rows the cursor's last statement changed."""
         return int(cursor.rowcount)
 
 
-class ApswTarget(Target):
-    """An apsw connection."""
-
-    def commit(self) -> None:
-        """Commit by statement: apsw has no method for it."""
-        self.connection.execute("COMMIT")
-
-    def rollback(self) -> None:
-        """Roll back by statement, if a transaction is open."""
-        if self.connection.in_transaction:
-            self.connection.execute("ROLLBACK")
-
-    def transaction_state(self) -> str:
-        """Ask SQLite itself."""
-        if not self.connection.in_transaction:
-            return "none"
-        return "write" if self.connection.txn_state() == apsw.SQLITE_TXN_WRITE else "read"
-
-    def run_sql(self, cursor: Any, sql: str, *bindings: object) -> int:
-        """Execute, and ask the connection for the changes."""
-        cursor.execute(sql, bindings)
-        return int(self.connection.changes())
-
-
 class SqliteTarget(Target):
-    """A connection of the standard library's sqlite3, in any of its transaction modes."""
-
-    def __init__(self, connection: Any) -> None:
-        super().__init__(connection)
-        self.settled()
-
-    def _changes(self) -> tuple[int, int]:
-        (version,) = self.connection.execute("PRAGMA schema_version").fetchone()
-        return self.connection.total_changes, version
+    """A connection of apsw, or of the standard library's sqlite3 in any transaction mode."""
 
     def begin(self) -> None:
         """Begin by statement, unless the connection keeps a transaction open by itself."""
         if not self.connection.in_transaction:
             self.connection.execute("BEGIN IMMEDIATE")
 
-    def settled(self) -> None:
-        """Remember the counters that every write raises."""
-        self._before = self._changes()
+    def end(self, how: str) -> None:
+        """End it by statement, which works in all modes but one."""
+        if getattr(self.connection, "autocommit", None) is False:  # it begins the next by itself
+            super().end(how)
+        elif self.connection.in_transaction:
+            self.connection.execute(how)
 
-    def transaction_state(self) -> str:
-        """Compare the counters: sqlite3 cannot tell a read from a write."""
-        if not self.connection.in_transaction:
-            return "none"
-        return "read" if self._changes() == self._before else "write"
+    def is_open(self) -> bool:
+        """Ask the connection."""
+        return bool(self.connection.in_transaction)
+
+    def has_written(self) -> bool:
+        """Ask SQLite, through sqlite3 in a roundabout way."""
+        if isinstance(self.connection, apsw.Connection):
+            return bool(self.connection.txn_state() == apsw.SQLITE_TXN_WRITE)
+        return _has_written(self.connection)
+
+    def changes(self, cursor: Any) -> int:
+        """Ask the connection where the cursor does not know."""
+        is_apsw = isinstance(self.connection, apsw.Connection)
+        return self.connection.changes() if is_apsw else super().changes(cursor)
+
+
+def _has_written(connection: Any) -> bool:
+    """Tell whether sqlite3's transaction has: SQLite then lets no backup of its database begin."""
+    import sqlite3
+
+    codes: list[int] = []
+
+    def look(code: int, *_: int) -> None:
+        codes.append(code)
+        raise InterruptedError  # one page is enough
+
+    for row in connection.execute("PRAGMA database_list").fetchall():
+        scratch = contextlib.closing(sqlite3.connect(":memory:"))
+        with scratch as copy, contextlib.suppress(InterruptedError):
+            connection.backup(copy, pages=1, progress=look, name=_tuple(row)[1])
+    return sqlite3.SQLITE_BUSY in codes
 
 
 class PsycopgTarget(Target):
     """A psycopg 3 connection, autocommit or not."""
-
-    placeholder = "%s"
 
     def begin(self) -> None:
         """Begin by statement under autocommit; otherwise the first statement does."""
         if self.connection.autocommit:
             self.connection.execute("BEGIN")
 
-    def commit(self) -> None:
-        """Commit by statement under autocommit."""
-        if self.connection.autocommit:
-            self.connection.execute("COMMIT")
-        else:
-            self.connection.commit()
+    def is_open(self) -> bool:
+        """Ask the connection; one that is lost has none, and the next use says so."""
+        return self.connection.info.transaction_status.name not in ("IDLE", "UNKNOWN")
 
-    def rollback(self) -> None:
-        """Roll back whatever state the connection is in."""
-        if self.connection.closed:
-            return
-        self.connection.rollback()
-
-    def transaction_state(self) -> str:
+    def has_written(self) -> bool:
         """Ask the server whether the transaction has an id yet, which only writers have."""
-        status = self.connection.info.transaction_status.name
-        if status == "IDLE":
-            return "none"
-        if status != "INTRANS":
-            return "write"
-        cursor = self.connection.execute("SELECT pg_current_xact_id_if_assigned() IS NULL")
-        return "read" if cursor.fetchone()[0] else "write"
+        if self.connection.info.transaction_status.name != "INTRANS":
+            return True  # it failed: what it wrote is lost already
+        row = self.run_sql("SELECT pg_current_xact_id_if_assigned() IS NOT NULL AS id").fetchone()
+        return bool(_tuple(row)[0])
 
 
-class DbApiTarget(Target):
-    """Any other DB-API connection: transactions begin by themselves."""
-
-    def __init__(self, connection: Any, placeholder: str) -> None:
-        super().__init__(connection)
-        self.placeholder = placeholder
-
-    def begin(self) -> None:
-        """Do nothing: the first statement begins."""
-
-    def transaction_state(self) -> str:
-        """Return `none`: the DB-API cannot tell."""
-        return "none"
+TARGETS = {
+    "apsw": (SqliteTarget, "?"),
+    "sqlite3": (SqliteTarget, "?"),
+    "psycopg": (PsycopgTarget, "%s"),
+}
+KEYS = ("first_key", "last_key", "cursor")
+PLACEHOLDERS = {"qmark": "?", "format": "%s", "pyformat": "%s"}
 
 
 def open_target(connection: Any) -> Target:
@@ -3435,186 +3474,160 @@ def open_target(connection: Any) -> Target:
         JobError: it is no connection that batchrun can keep a mark in.
     """
     for kind in type(connection).__mro__:
-        name = kind.__module__.partition(".")[0]
-        if name == "apsw":
-            return ApswTarget(connection)
-        if name == "sqlite3":
-            return SqliteTarget(connection)
-        if name == "psycopg":
-            return PsycopgTarget(connection)
-        style = getattr(sys.modules.get(name), "paramstyle", "")
-        if style in ("qmark", "format", "pyformat") and hasattr(connection, "commit"):
-            return DbApiTarget(connection, "?" if style == "qmark" else "%s")
-    raise JobError(
-        f"A {type(connection).__name__} cannot be a target.",
-        why="A target is an open connection of sqlite3, apsw, psycopg or another DB-API driver.",
-        unchanged="Nothing was committed.",
-        todo="Pass the connection itself, for example: target=ctx.connect(ctx.settings.database)",
-    )
+        driver = kind.__module__.partition(".")[0]
+        if driver in TARGETS and kind.__name__ == "Connection":
+            known, placeholder = TARGETS[driver]
+            return known(connection, placeholder)
+        style = getattr(sys.modules.get(driver), "paramstyle", None)
+        if driver not in TARGETS and style in PLACEHOLDERS and hasattr(connection, "commit"):
+            return Target(connection, PLACEHOLDERS[style])
+    raise broken("unfit target", kind=type(connection).__name__)
 
 
 class Mark:
     """The row of one run and loop in a target: claimed, judged, and written with each batch."""
 
     def __init__(self, target: Target, course: Course, loop: str) -> None:
-        self.target, self._course, self._loop = target, course, loop
+        self.target, self._course, self._key = target, course, (course.run.id, loop)
         self.spent_s = 0.0
 
     def claim(self) -> tuple[Any, ...]:
         """Take the mark for our generation, in a transaction of its own, and return its row.
 
-        Returns:
-            number, generation, first_key, last_key, cursor, counts.
-
         Raises:
             LostOwnership: a newer generation holds it.
         """
-        target, course = self.target, self._course
+        target, generation = self.target, self._course.generation
         self._require_clean()
-        key, generation = (course.run.id, self._loop), course.generation
         self._make_table()
-        target.begin()
+        insert = "INSERT INTO batchrun_mark VALUES (?, ?, 0, ?, NULL, NULL, NULL, '{}')"
+        where = "WHERE run = ? AND loop = ?"
+        update = f"UPDATE batchrun_mark SET generation = ? {where} AND generation < ?"
+        columns = f"generation, number, {', '.join(KEYS)}, counts"
         try:
-            cursor, where = target.cursor(), " WHERE run = ? AND loop = ?"
-            sql = f"UPDATE batchrun_mark SET generation = ?{where} AND generation < ?"
-            target.run_sql(cursor, sql, generation, *key, generation)
-            columns = "number, generation, first_key, last_key, cursor, counts"
-            sql = f"SELECT {columns} FROM batchrun_mark{where}"
-            target.run_sql(cursor, sql, *key)
-            row = cursor.fetchone()
-            if row is None:
-                sql = "INSERT INTO batchrun_mark VALUES (?, ?, 0, ?, NULL, NULL, NULL, '{}')"
-                target.run_sql(cursor, sql, *key, generation)
-                row = (0, generation, None, None, None, "{}")
-            target.commit()
+            target.begin()
+            target.run_sql(f"{insert} ON CONFLICT DO NOTHING", *self._key, generation)
+            target.run_sql(update, generation, *self._key, generation)
+            found = target.run_sql(f"SELECT {columns} FROM batchrun_mark {where}", *self._key)
+            holder, *row = _tuple(found.fetchone())
+            target.end("commit")
         except BaseException:
-            target.rollback()
+            self._give_up()
             raise
-        finally:
-            target.settled()
-        if row[1] > generation:
-            raise lost_ownership(course.run, generation)
+        if holder > generation:
+            raise lost_ownership(self._course.run, generation)
         return tuple(row)
+
+    def ahead(self, kind: str, *, passed: bool) -> Link | None:
+        """Claim the mark and compare it with the checkpoint.
+
+        Returns:
+            The commit that the target has and the checkpoint lacks, or None if they agree.
+
+        Raises:
+            PersonNeeded: the target is behind or ahead of what this run has done.
+        """
+        number, *position, counts = self.claim()
+        course, loop = self._course, self._key[1]
+        expected = course.marks.get(loop, 0)
+        if number == expected:
+            return None
+        if number == course.number + 1 and not passed:
+            done = dict(zip(KEYS, map(decode_cursor, position), strict=True))
+            return Link(kind, loop, marked=True, **done, **json.loads(counts))
+        raise PersonNeeded(
+            f"The target of {loop!r} does not fit the checkpoint:"
+            f" it is marked {number}, the checkpoint says {expected}.",
+            why="It was restored from an older copy, or it is another database."
+            if number < expected
+            else "Another copy of this run has written to it.",
+            unchanged="Nothing was written to it.",
+            todo="Bring the right database back, or start anew:"
+            f" batchrun run {course.run.job} --fresh",
+        )
+
+    def _give_up(self) -> None:
+        """Roll back; that this fails too must not hide why."""
+        with contextlib.suppress(Exception):
+            self.target.end("rollback")
 
     def _require_clean(self) -> None:
         """End a read transaction that was left open; refuse one that has written."""
-        state = self.target.transaction_state()
-        if state == "write":
-            raise JobError(
-                f"The target of loop {self._loop!r} has an open transaction with writes.",
-                why="batchrun would commit them together with its own mark, or roll them back.",
-                unchanged="Nothing was committed.",
-                todo="Commit them before, or write inside `with batch.transaction() as rows:`.",
-            )
-        if state == "read":
-            self.target.rollback()
+        if not self.target.is_open():
+            return
+        if self.target.has_written():
+            raise broken("wrote before", loop=self._key[1])
+        self.target.end("commit")  # not rollback: psycopg would forget what it has prepared
 
     def _make_table(self) -> None:
         """Make the table of marks where it is not; looking first needs no right to make tables."""
-        target = self.target
+        if self._has_table():
+            return
         try:
-            target.run_sql(
-                target.cursor(), "SELECT number FROM batchrun_mark WHERE run = '' LIMIT 1"
-            )
+            self.target.begin()
+            self.target.run_sql(MARK_TABLE)
+            self.target.end("commit")
+        except Exception as error:
+            self._give_up()
+            if self._has_table():  # another job has made it in the meantime
+                return
+            raise JobError(
+                f"The target of {self._key[1]!r} lets batchrun make no table for its marks.",
+                why=f"{type(error).__name__}: {mask_secrets(str(error).strip())}",
+                unchanged="Nothing more was committed.",
+                todo=f"Let its owner run this, and grant SELECT, INSERT, UPDATE:\n{MARK_TABLE};",
+            ) from error
+
+    def _has_table(self) -> bool:
+        try:
+            self.target.run_sql("SELECT number FROM batchrun_mark WHERE run = '' LIMIT 1")
         except Exception:  # noqa: BLE001 - every driver has an error class of its own
-            target.rollback()
-            target.begin()
-            target.run_sql(target.cursor(), MARK_TABLE)
-            target.commit()
-        else:
-            target.rollback()
-        target.settled()
+            self._give_up()
+            return False
+        self.target.end("commit")
+        return True
 
     @contextlib.contextmanager
-    def transaction(self, frame: JobFrame, link: Callable[[], Link]) -> Iterator[Any]:
+    def transaction(self, context: Context[Any], link: Link) -> Iterator[Any]:
         """Run the job's writes and our mark in one transaction, and yield the driver's cursor."""
-        with frame.left():
+        target, number = self.target, self._course.number + 1
+        with context._own_code():
             self._require_clean()
-            self.target.begin()
+            target.begin()
         try:
-            yield self.target.cursor()
-            with frame.left():
-                self._write(link())
-                reach("target.commit", self._course.number + 1)
-                self.target.commit()
-                reach("target.committed", self._course.number + 1)
+            yield target.connection.cursor()
+            with context._own_code():
+                if not target.is_open():
+                    raise broken("ended it", loop=link.loop)
+                link.staged = self._course.generation
+                context._driver.stage_rejects(number, link)  # durable before the mark counts them
+                self._write(link)
+                reach("target.commit", number)
+                target.end("commit")
+                link.marked = True
+                reach("target.committed", number)
         except BaseException:
-            self.target.rollback()
+            self._give_up()
             raise
-        finally:
-            self.target.settled()
 
     def _write(self, link: Link) -> None:
         """Write the mark; it changes a row only if we still own it and the number is new."""
         began = time.monotonic()
         course, number = self._course, self._course.number + 1
-        summary = {
-            "generation": course.generation,
-            "read": link.read,
-            "rejected": link.rejected,
-            "counts": link.counts,
-            "ended": link.ended,
-            "source": link.source,
-            "result": link.result,
-        }
-        changed = self.target.run_sql(
-            self.target.cursor(),
+        kept = ("read", "rejected", "staged", "counts", "ended", "source", "result")
+        written = self.target.run_sql(
             "UPDATE batchrun_mark SET number = ?, first_key = ?, last_key = ?, cursor = ?,"
             " counts = ? WHERE run = ? AND loop = ? AND generation = ? AND number < ?",
             number,
-            encode_cursor(link.first_key),
-            encode_cursor(link.last_key),
-            encode_cursor(link.cursor),
-            _compact(summary),
-            course.run.id,
-            self._loop,
+            *[encode_cursor(getattr(link, name)) for name in KEYS],
+            _compact({name: getattr(link, name) for name in kept}),
+            *self._key,
             course.generation,
             number,
         )
-        if changed == 0:
+        if self.target.changes(written) == 0:
             raise lost_ownership(course.run, course.generation)
         self.spent_s += time.monotonic() - began
-
-
-def judge_mark(row: tuple[Any, ...], course: Course, kind: str, loop: str) -> Link | None:
-    """Compare a claimed mark with the checkpoint.
-
-    Returns:
-        The commit that the target has and the checkpoint lacks, or None if they agree.
-
-    Raises:
-        PersonNeeded: the target is behind or ahead of what this run has done.
-    """
-    number, expected = row[0], course.marks.get(loop, 0)
-    if number == expected:
-        return None
-    if number == course.number + 1:
-        summary = json.loads(row[5])
-        return Link(
-            kind,
-            loop,
-            cursor=decode_cursor(row[4]),
-            ended=summary["ended"],
-            read=summary["read"],
-            rejected=summary["rejected"],
-            staged=summary["generation"],
-            counts=summary["counts"],
-            first_key=decode_cursor(row[2]),
-            last_key=decode_cursor(row[3]),
-            marked=True,
-            source=summary["source"],
-            result=summary["result"],
-        )
-    behind = number < expected
-    raise PersonNeeded(
-        f"The target of {kind if kind == 'step' else 'loop'} {loop!r} does not fit the checkpoint:"
-        f" it is marked {number}, the checkpoint says {expected}.",
-        why="It was restored from an older copy, or it is another database."
-        if behind
-        else "Another copy of this run has written to it.",
-        unchanged="Nothing was written to it.",
-        todo=f"Bring the right database back, or start anew: batchrun run {course.run.job} --fresh",
-    )
 
 
 class Batch:
@@ -3633,11 +3646,21 @@ class Batch:
         self.number = context._course.number + 1
         self.first_key, self.last_key = page.first_key, page.last_key
         self.loop = loop.name
-        self._context, self._loop, self._page = context, loop, page
-        self._rejects: list[Reject] = list(page.rejects)
-        self._counts: dict[str, int] = {}
-        self._transactions = 0
-        self._inside = False
+        self._context, self._mark = context, loop.mark
+        self._entered = self._inside = False
+        self._link = Link(
+            "batch",
+            loop.name,
+            cursor=page.cursor,
+            ended=page.ended,
+            read=len(page.records) + len(page.rejects),
+            rejects=list(page.rejects),
+            rejected=len(page.rejects),
+            first_key=page.first_key,
+            last_key=page.last_key,
+            source=loop.fingerprint,
+            began=time.monotonic(),
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the records."""
@@ -3657,22 +3680,14 @@ class Batch:
             JobError: there is no target, or the transaction was entered before.
             LostOwnership: a newer generation owns the run; nothing was changed.
         """
-        mark = self._loop.mark
-        if mark is None:
-            self._context._break(
-                f"Loop {self.loop!r} has no target, so its batches have no transaction().",
-                todo="Name the connection: ctx.batches(source, target=connection)",
-            )
-        if self._transactions:
-            self._context._break(
-                f"Batch {self.number} entered transaction() twice.",
-                why="Its rows and its mark commit together, once.",
-                todo="Put all writes of the batch into one `with batch.transaction() as rows:`.",
-            )
-        self._transactions += 1
-        self._inside = True
+        with self._context._own_code():
+            if self._mark is None:
+                raise broken("no target", loop=self.loop)
+            if self._entered:
+                raise broken("entered twice", number=self.number)
+        self._entered = self._inside = True
         try:
-            with mark.transaction(self._context._frame, self._staged_link) as cursor:
+            with self._mark.transaction(self._context, self._link) as cursor:
                 yield cursor
         finally:
             self._inside = False
@@ -3681,57 +3696,39 @@ class Batch:
         """Leave a record out, with a reason; it counts when the batch is committed.
 
         Raises:
-            JobError: the batch's transaction is closed already.
+            JobError: the batch is closed already.
         """
-        self._require_open("reject()")
-        self._rejects.append(Reject(record, reason))
+        with self._context._own_code():
+            self._require_open("reject()")
+            self._link.rejects.append(Reject(record, reason))
+            self._link.rejected += 1
 
     def count(self, **counts: int) -> None:
         """Add to the job's own counts, such as inserted=, updated=, unchanged=.
 
         Raises:
-            JobError: the batch's transaction is closed already.
+            JobError: the batch is closed already.
         """
-        self._require_open("count()")
-        for name, more in counts.items():
-            self._counts[name] = self._counts.get(name, 0) + int(more)
+        with self._context._own_code():
+            self._require_open("count()")
+            for name, more in counts.items():
+                self._link.counts[name] = self._link.counts.get(name, 0) + int(more)
 
     def _require_open(self, call: str) -> None:
-        if self._transactions and not self._inside:
-            self._context._break(
-                f"{call} of batch {self.number} was called after its transaction() had closed.",
-                why="The mark in the target has been committed without it.",
-                todo=f"Call {call} inside `with batch.transaction() as rows:`.",
-            )
+        if self._context._current is not self or (self._entered and not self._inside):
+            raise broken("too late", call=call, number=self.number)
 
-    def _staged_link(self) -> Link:
-        """Return the commit for the mark; its rejects are durable in the ledger first."""
-        link = self._link()
-        if link.rejects:
-            course = self._context._course
-            self._context._stage(self.number, self.loop, link.rejects)
-            link.staged = course.generation
-        return link
-
-    def _link(self) -> Link:
-        """Return the commit that this batch makes."""
-        page = self._page
-        return Link(
-            "batch",
-            self.loop,
-            cursor=page.cursor,
-            ended=page.ended,
-            read=len(page.records) + len(page.rejects),
-            rejects=self._rejects,
-            rejected=len(self._rejects),
-            staged=self._context._course.generation if self._transactions else None,
-            counts=self._counts,
-            first_key=page.first_key,
-            last_key=page.last_key,
-            marked=self._transactions > 0,
-            source=self._loop.fingerprint,
-            began=self._loop.handed_at,
-        )
+    def _require_settled(self) -> None:
+        """Refuse to commit a batch whose rows are not committed in its target."""
+        if self._mark is None:
+            return
+        if self._inside:
+            raise broken("yielded inside", number=self.number)
+        if not self._link.marked:
+            raise broken("rolled back" if self._entered else "not entered", number=self.number)
+        target = self._mark.target
+        if target.is_open() and target.has_written():
+            raise broken("wrote after", number=self.number)
 
 
 class Loop:
@@ -3741,62 +3738,60 @@ class Loop:
         self.name, self.size, self.mark = name, size, mark
         self.exhausted = False
         self.fingerprint: str | None = None
-        self.handed_at = 0.0
-        self._context = context
-        self._source: Any = None
+        self._context, self._source = context, cast("Any", None)
         self._reader: Reader | None = None
+        self._is_first = True
 
     def __iter__(self) -> Loop:
         """Return itself: a loop is passed once."""
         return self
 
     def __next__(self) -> Batch:
-        """Commit the end of the loop, or hand out the next batch."""
-        context = self._context
-        with context._frame.left():
-            context._require_yielded()
-            if self.exhausted:
-                raise StopIteration
-            while True:
-                context._pass_gate()
-                page = self._read()
-                if page.records:
-                    return self._hand_out(page)
-                if not page.rejects:
-                    break
-                context._commit(Batch(context, page, self)._link())
-            context._commit(Link("loop", self.name, source=self.fingerprint))
-            self.exhausted = True
+        """Hand out the next batch, or commit the end of the loop."""
+        with self._context._own_code():
+            batch = self._next_batch()
+        if batch is None:
             raise StopIteration
+        return batch
+
+    def _next_batch(self) -> Batch | None:
+        driver = self._context._driver
+        self._context._require_yielded()
+        while not self.exhausted:
+            driver.pass_gate()
+            page = self._read()
+            if page.records:
+                driver.pass_gate()
+                return self._hand_out(page)
+            if page.rejects:
+                driver.commit(Batch(self._context, page, self)._link)
+            else:
+                driver.commit(Link("loop", self.name, source=self.fingerprint))
+                self.exhausted = True
+        return None
 
     def _read(self) -> Page:
-        """Read until the batch is full, and take the time."""
+        """Read until the batch is full, and take the time; reading may be interrupted."""
         began = time.monotonic()
         try:
-            return cast("Reader", self._reader).read_batch(self.size)
+            with self._context._frame.switched(inside=True):
+                return cast("Reader", self._reader).read_batch(self.size)
         finally:
-            self._context._clock.read_s += time.monotonic() - began
+            self._context._read_s += time.monotonic() - began
 
     def _hand_out(self, page: Page) -> Batch:
         """Make the batch that the job works on now."""
         context = self._context
+        if self._is_first:
+            self._is_first = False
+            require_round_trip(page.cursor)
         if not context._handed_out:
             context._handed_out = True
-            require_round_trip(page.cursor)
-            context._begin(self._source)
-        context._pass_gate()
-        context._current = Batch(context, page, self)
-        self.handed_at = time.monotonic()
-        reach("batch.handed_out", context._current.number)
-        return context._current
-
-
-@dataclass
-class Clock:
-    """Seconds since the last commit: of reading, and of batchrun itself inside the job's time."""
-
-    read_s: float = 0.0
-    since: float = 0.0
+            total = getattr(self._source, "total", None)
+            context._driver.begin_batches(total() if total is not None else None)
+        context._current = batch = Batch(context, page, self)
+        reach("batch.handed_out", batch.number)
+        return batch
 
 
 class Driver(Protocol):
@@ -3808,8 +3803,8 @@ class Driver(Protocol):
     def begin_batches(self, expected: int | None) -> None:
         """Record that the first batch is handed out."""
 
-    def stage_rejects(self, number: int, loop: str, rejects: list[Reject]) -> None:
-        """Store rejects that do not count yet."""
+    def stage_rejects(self, number: int, link: Link) -> None:
+        """Store a commit's rejects, which do not count yet; refuse too many."""
 
     def pass_gate(self) -> None:
         """Raise if the attempt is to stop here."""
@@ -3829,7 +3824,6 @@ class Context(Generic[S]):
         run_id: the run's id.
         generation: the attempt's number, rising.
         batch_size: records a batch, unless a loop says otherwise.
-        log: a logger; lines go to the run's log file with UTC time.
     """
 
     def __init__(
@@ -3843,43 +3837,44 @@ class Context(Generic[S]):
         self.settings = settings
         self.run_id, self.generation = course.run.id, course.generation
         self.batch_size = job_config.batch_size
-        self._course, self._driver = course, driver
-        self._acceptances = acceptances
-        self._frame = JobFrame()
-        self._cleanups = CleanupStack(Host())
-        self._clock = Clock()
+        self._course, self._driver, self._acceptances = course, driver, acceptances
+        self._frame, self._cleanups = JobFrame(), CleanupStack(Host())
         self._loops: list[Loop] = []
         self._met: list[tuple[str, str]] = []
         self._current: Batch | None = None
-        self._handed_out = False
-        self._finished = ""
         self._broken: BaseException | None = None
-        self.last_success_read: int | None = None
+        self._finished = self._handed_out = False
+        self._read_s = 0.0  # spent reading since the last commit
+        self._last_success_read: int | None = None
 
     @functools.cached_property
     def log(self) -> Any:
-        """Return the job's logger."""
+        """The job's logger; lines go to the run's log with UTC time, secrets masked."""
         import logging  # 25 ms, and only jobs that log need it
 
+        class Masked(logging.Formatter):
+            converter = staticmethod(time.gmtime)
+
+            def format(self, record: logging.LogRecord) -> str:
+                return mask_secrets(super().format(record))
+
         logger = logging.getLogger(f"batchrun.job.{self._course.run.job}")
-        if not logger.handlers:
-            to_stderr = logging.StreamHandler()
-            form = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
-            to_stderr.setFormatter(logging.Formatter(form, "%Y-%m-%dT%H:%M:%S"))
-            cast("logging.Formatter", to_stderr.formatter).converter = time.gmtime
-            logger.addHandler(to_stderr)
-            logger.setLevel(logging.INFO)
-            logger.propagate = False
+        to_stderr = logging.StreamHandler()
+        form = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
+        to_stderr.setFormatter(Masked(form, "%Y-%m-%dT%H:%M:%S"))
+        logger.handlers[:] = [to_stderr]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
         return logger
 
     @property
     def cursor(self) -> Any:
-        """Return the cursor of the current loop's newest commit; None before the first."""
+        """The cursor of the current loop's newest commit; None before the first."""
         return self._course.cursor
 
     @property
     def should_stop(self) -> bool:
-        """Tell whether a stop was asked for; a long batch may end itself early by raising."""
+        """Whether a stop was asked for; a long batch may end itself early by raising."""
         return self._driver.stop_is_asked()
 
     def batches(
@@ -3905,21 +3900,139 @@ class Context(Generic[S]):
             SourceChanged: the source is not the one that the checkpoint was written for.
             PersonNeeded: loops or target do not fit the checkpoint.
         """
-        with self._frame.left():
-            self._meet("loop", name)
-            mark = Mark(open_target(target), self._course, name) if target is not None else None
+        with self._own_code():
+            mark = self._meet("loop", name, target)
             loop = Loop(self, name, size or self.batch_size, mark)
             self._loops.append(loop)
-            self._adopt_mark(mark, "batch", name)
-            if self._is_passed("loop", name):
-                loop.exhausted = True
-                return loop
-            return self._place(loop, as_source(source, key))
+            loop.exhausted = self._is_passed
+            if not loop.exhausted:
+                self._place(loop, as_source(source, key))
+            return loop
 
-    def _place(self, loop: Loop, source: Any) -> Loop:
+    def step(self, name: str, call: Callable[..., Any], *, target: Any = None) -> Any:
+        """Do something once per run and return its result, recorded as a commit.
+
+        Args:
+            name: of the step; not that of a loop.
+            call: called with a cursor of the target, or without arguments if there is none.
+            target: an open connection; then the writes and the record commit together. Without
+                it the call may happen twice, if the process dies before its commit.
+
+        Returns:
+            What the call returned, as JSON keeps it.
+        """
+        with self._own_code():
+            mark = self._meet("step", name, target)
+            if self._is_passed:
+                return self._course.passed[len(self._met) - 1][2]
+            self._driver.pass_gate()
+        link = Link("step", name, began=time.monotonic())
+        try:
+            with mark.transaction(self, link) if mark else contextlib.nullcontext() as cursor:
+                link.result = call(cursor) if mark else call()
+                self._require_json(link)
+        except BaseException as error:
+            self._broken = self._broken or error  # a step that failed is not passed over
+            raise
+        with self._own_code():
+            self._driver.commit(link)
+        return link.result
+
+    def finish(self, reason: str) -> None:
+        """Declare the job done although a loop has more; returning is then no mistake."""
+        with self._own_code():
+            self._finished = True
+            self._driver.say(f"the job finished by itself: {reason or 'no reason given'}")
+
+    def connect(self, url: str | Secret) -> Any:
+        """Open a database for this attempt; it is rolled back and closed at its end.
+
+        Args:
+            url: `sqlite:PATH` (an apsw connection; a relative path starts at the config's
+                folder), or `postgres://...` (a psycopg connection; needs the extra `postgres`).
+
+        Raises:
+            ConfigurationError: the URL, or a missing driver.
+            JobError: the database does not let us in.
+        """
+        text = url.reveal() if isinstance(url, Secret) else url
+        with self._frame.switched(inside=False):
+            connection = open_database(text)
+            name = f"connection {mask_secrets(text)}"
+            self._cleanups.push(name, lambda _: close_connection(connection))
+        return connection
+
+    def enter(self, resource: Any) -> Any:
+        """Enter a resource for this attempt and return what it gives; released in reverse order.
+
+        Its `__exit__` is given an exception if the attempt does not succeed. A DB-API connection
+        is rolled back and closed, never committed.
+        """
+        name, kind = type(resource).__name__, type(resource)
+        is_dbapi = hasattr(resource, "rollback") and hasattr(resource, "cursor")
+        if is_dbapi or isinstance(resource, apsw.Connection):
+            self._cleanups.push(name, lambda _: close_connection(resource))
+            return resource
+        if not hasattr(kind, "__enter__"):
+            self._cleanups.push(name, lambda _: resource.close())
+            return resource
+        entered = kind.__enter__(resource)
+        leave = kind.__exit__
+        self._cleanups.push(name, lambda why: leave(resource, why and type(why), why, None))
+        return entered
+
+    def on_exit(self, function: Callable[..., object], *arguments: object) -> None:
+        """Have a function called at the end of this attempt, in reverse order of all of them."""
+        name = getattr(function, "__name__", type(function).__name__)
+        self._cleanups.push(name, lambda _: function(*arguments))
+
+    # -- where the loops stand -----------------------------------------------------------------
+
+    def _meet(self, kind: str, name: str, target: Any) -> Mark | None:
+        """Take the next loop or step in the checkpoint's order, and return its mark, judged."""
+        self._require_yielded()
+        if any(met_name == name for _, met_name in self._met):
+            raise broken("one name", name=name)
+        if self._loops and not self._loops[-1].exhausted:
+            raise broken("two at once", kind=kind, name=name, loop=self._loops[-1].name)
+        self._met.append((kind, name))
+        if any(met != known for met, known in zip(self._met, self._course.order, strict=False)):
+            raise self._other_order()
+        if target is None:
+            return None
+        mark, done = (
+            Mark(open_target(target), self._course, name),
+            {"loop": "batch"}.get(kind, kind),
+        )
+        ahead = mark.ahead(done, passed=self._is_passed)
+        if ahead is not None:
+            number = self._course.number + 1
+            self._driver.say(f"commit {number} is in the target already: rolled forward")
+            self._driver.commit(ahead)
+        return mark
+
+    @property
+    def _is_passed(self) -> bool:
+        """Whether the loop or step met last is a finished one of the checkpoint."""
+        return len(self._met) <= len(self._course.passed)
+
+    def _other_order(self) -> PersonNeeded:
+        def words(order: list[tuple[str, str]]) -> str:
+            return ", ".join(f"{kind} {name!r}" for kind, name in order) or "none"
+
+        return PersonNeeded(
+            "The job's loops and steps are not those of the checkpoint.",
+            why=f"The checkpoint has: {words(self._course.order)}."
+            f" The job met: {words(self._met)}.",
+            unchanged="Nothing was done; the checkpoint stands.",
+            todo="Give them their old names and order back, or start anew:"
+            f" batchrun run {self._course.run.job} --fresh",
+        )
+
+    def _place(self, loop: Loop, source: Any) -> None:
         """Put a loop behind the last committed batch of its source."""
         if hasattr(source, "last_success_read"):
-            source.last_success_read = self.last_success_read
+            source.last_success_read = self._last_success_read
         fingerprint = getattr(source, "fingerprint", None)
         loop.fingerprint = fingerprint() if fingerprint is not None else None
         after, ended = None, False
@@ -3928,7 +4041,6 @@ class Context(Generic[S]):
             self._require_same_source(loop)
         loop._source = source
         loop._reader = Reader(source, after, ended=ended, name=loop.name)
-        return loop
 
     def _require_same_source(self, loop: Loop) -> None:
         before, now = self._course.source, loop.fingerprint
@@ -3943,180 +4055,67 @@ class Context(Generic[S]):
             f"  batchrun resume {self._course.run.id} --accept-source",
         )
 
-    def step(self, name: str, call: Callable[..., Any], *, target: Any = None) -> Any:
-        """Do something once per run and return its result, recorded as a commit.
+    # -- between the job and the worker: the guards --------------------------------------------
 
-        Args:
-            name: of the step; not that of a loop.
-            call: called with a cursor of the target, or without arguments if there is none.
-            target: an open connection; then the writes and the record commit together. Without
-                it the call may happen twice, if the process dies before its commit.
+    @contextlib.contextmanager
+    def _own_code(self) -> Iterator[None]:
+        """Run our own code: nothing interrupts it, and the job cannot swallow what it raises."""
+        with self._frame.switched(inside=False):
+            self._require_unbroken()
+            try:
+                yield
+            except BaseException as error:
+                self._broken = error
+                raise
 
-        Returns:
-            What the call returned, as JSON keeps it.
-        """
-        with self._frame.left():
-            self._require_yielded()
-            self._meet("step", name)
-            mark = Mark(open_target(target), self._course, name) if target is not None else None
-            self._adopt_mark(mark, "step", name)
-            if self._is_passed("step", name):
-                return self._course.passed[len(self._met) - 1][2]
-            self._pass_gate()
-        link = Link("step", name, began=time.monotonic())
-        if mark is None:
-            link.result = call()
-        else:
-            link.marked = True
-            with mark.transaction(self._frame, lambda: link) as cursor:
-                link.result = call(cursor)
-                self._require_json(name, link.result)
-        with self._frame.left():
-            self._require_json(name, link.result)
-            self._commit(link)
-        return link.result
-
-    def _require_json(self, name: str, result: Any) -> None:
-        try:
-            same = json.loads(_compact(result)) == result
-        except (TypeError, ValueError):
-            same = False
-        if not same:
-            self._break(
-                f"The result of step {name!r} is not JSON: {result!r}.",
-                why="It is recorded once and given back in every later attempt.",
-                todo="Return None, text, numbers, lists and dicts with text keys.",
-            )
-
-    def _adopt_mark(self, mark: Mark | None, kind: str, name: str) -> None:
-        """Claim the mark of a target, and roll forward over a commit that it has already."""
-        if mark is None:
-            return
-        ahead = judge_mark(mark.claim(), self._course, kind, name)
-        if ahead is not None:
-            number = self._course.number + 1
-            self._driver.say(f"commit {number} is in the target already: rolled forward")
-            self._commit(ahead)
-
-    def _meet(self, kind: str, name: str) -> None:
-        """Check that loops and steps come in the checkpoint's order, one after another."""
-        self._require_yielded()
-        if any(met_name == name for _, met_name in self._met):
-            self._break(
-                f"Two loops or steps are named {name!r}.",
-                why="Each has a cursor or a result of its own in the checkpoint.",
-                todo='Give each a name: ctx.batches(source, name="...")',
-            )
-        if self._loops and not self._loops[-1].exhausted:
-            self._break(
-                f"{kind} {name!r} began before loop {self._loops[-1].name!r} was read to its end.",
-                why="Commits are one chain: loops and steps come one after another.",
-                todo="Read the first loop to its end, or call ctx.finish(reason).",
-            )
-        self._met.append((kind, name))
-        before = [(entry[0], entry[1]) for entry in self._course.passed]
-        if self._course.loop:
-            before.append(("loop", self._course.loop))
-        if self._met != before[: len(self._met)] and len(self._met) <= len(before):
-            raise self._other_order(before)
-
-    def _other_order(self, before: list[tuple[str, str]]) -> PersonNeeded:
-        def words(order: list[tuple[str, str]]) -> str:
-            return ", ".join(f"{kind} {name!r}" for kind, name in order)
-
-        return PersonNeeded(
-            "The job's loops and steps are not those of the checkpoint.",
-            why=f"The checkpoint has: {words(before)}. The job met: {words(self._met)}.",
-            unchanged="Nothing was done; the checkpoint stands.",
-            todo="Give them their old names and order back, or start anew:"
-            f" batchrun run {self._course.run.job} --fresh",
-        )
-
-    def _is_passed(self, kind: str, name: str) -> bool:
-        place = len(self._met) - 1
-        passed = self._course.passed
-        return place < len(passed) and passed[place][:2] == [kind, name]
-
-    def finish(self, reason: str) -> None:
-        """Declare the job done although a loop has more; returning is then no mistake."""
-        self._finished = reason or "finished"
-        self._driver.say(f"the job finished by itself: {self._finished}")
-
-    def connect(self, url: str) -> Any:
-        """Open a database for this attempt; it is rolled back and closed at its end.
-
-        Args:
-            url: `sqlite:PATH` (an apsw connection; a relative path starts at the config's
-                folder), or `postgres://...` (a psycopg connection; needs the extra `postgres`).
-
-        Raises:
-            ConfigurationError: the URL, or a missing driver.
-            JobError: the database does not let us in.
-        """
-        with self._frame.left():
-            connection = open_database(url)
-            self._cleanups.push(
-                f"connection {mask_secrets(url)}", lambda: close_connection(connection)
-            )
-        return connection
-
-    def enter(self, resource: Any) -> Any:
-        """Enter a resource for this attempt and return what it gives; released in reverse order.
-
-        A DB-API connection is rolled back and closed, never committed.
-        """
-        name = type(resource).__name__
-        if hasattr(resource, "rollback") and hasattr(resource, "cursor"):
-            self._cleanups.push(name, lambda: close_connection(resource))
-            return resource
-        if hasattr(type(resource), "__enter__"):
-            entered = type(resource).__enter__(resource)
-            leave = type(resource).__exit__
-            self._cleanups.push(name, lambda: leave(resource, None, None, None))
-            return entered
-        self._cleanups.push(name, resource.close)
-        return resource
-
-    def on_exit(self, function: Callable[..., object], *arguments: object) -> None:
-        """Have a function called at the end of this attempt, in reverse order of all of them."""
-        name = getattr(function, "__name__", type(function).__name__)
-        self._cleanups.push(name, lambda: function(*arguments))
-
-    # -- between the job and the worker ------------------------------------------------------
-
-    def _begin(self, source: Any) -> None:
-        total = getattr(source, "total", None)
-        expected = total() if total is not None else None
-        self._driver.begin_batches(expected)
-
-    def _commit(self, link: Link) -> None:
+    def _require_unbroken(self) -> None:
+        """Raise again what the job has swallowed."""
         if self._broken is not None:
             raise self._broken
-        try:
-            self._driver.commit(link)
-        except BaseException as error:
-            self._broken = error
-            raise
-
-    def _stage(self, number: int, loop: str, rejects: list[Reject]) -> None:
-        self._driver.stage_rejects(number, loop, rejects)
-
-    def _pass_gate(self) -> None:
-        self._driver.pass_gate()
+        if self._frame.interrupted:
+            raise Interrupted
 
     def _require_yielded(self) -> None:
         if self._current is not None:
-            self._break(
-                f"Batch {self._current.number} was not yielded before the job read on.",
-                why="Yielding commits a batch; reading on would lose it.",
-                todo="End the loop's body with: yield batch",
-            )
+            raise broken("read on", number=self._current.number)
 
-    def _break(self, what: str, *, why: str = "", todo: str = "") -> NoReturn:
-        """Refuse a break of the job's contract, also if the job swallows the error."""
-        error = JobError(what, why=why, unchanged="Nothing more was committed.", todo=todo)
-        self._broken = self._broken or error
-        raise error
+    def _require_json(self, link: Link) -> None:
+        """Refuse a step's result that is not the same after a way through JSON."""
+        try:
+            same = json.loads(_compact(link.result)) == link.result
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise broken("not JSON", step=link.loop, result=link.result)
+
+    def _receive(self, yielded: object) -> None:
+        """Check what the job yielded, and commit it."""
+        self._require_unbroken()
+        batch = self._current
+        if batch is None or yielded is not batch:
+            kind = f"a value of type {type(yielded).__name__}"
+            what = f"batch {yielded.number}" if isinstance(yielded, Batch) else kind
+            expected = f"batch {batch.number}" if batch else "nothing: no batch is open"
+            raise broken("yielded", what=what, expected=expected)
+        batch._require_settled()
+        reach("batch.yielded", batch.number)
+        self._driver.commit(batch._link)
+        self._current = None
+
+    def _require_complete(self) -> None:
+        """Refuse a return that left something undone."""
+        self._require_unbroken()
+        in_hand = self._current is not None and self._current._entered
+        if in_hand or not self._finished:
+            self._require_yielded()
+        if self._finished:
+            return
+        if not self._met:
+            raise broken("no loop")
+        if self._loops and not self._loops[-1].exhausted:
+            raise broken("unread", loop=self._loops[-1].name)
+        if len(self._met) < len(self._course.order):
+            raise self._other_order()
 
 
 class CountingCursor(apsw.Cursor):
@@ -4136,23 +4135,28 @@ class CountingCursor(apsw.Cursor):
 
     @property
     def rowcount(self) -> int:
-        """Return how many rows were changed since the last call began."""
+        """How many rows were changed since the last call began."""
         return self.connection.total_changes() - self._before
 
 
 def open_database(url: str) -> Any:
     """Open `sqlite:PATH` with apsw, or `postgres://...` with psycopg.
 
+    Like elsewhere, `sqlite:///PATH` is `sqlite:PATH`, so that `sqlite:////PATH` is absolute.
+
     Raises:
         ConfigurationError: an unknown kind of URL, or a missing driver.
         JobError: the database does not let us in; secrets are masked.
     """
-    if url.startswith("sqlite:"):
-        return _open_sqlite(Path(url.removeprefix("sqlite:").removeprefix("//")))
-    if url.startswith(POSTGRES_SCHEMES):
+    _remember_parts("", url)
+    scheme, _, rest = url.partition(":")
+    path = rest.removeprefix("///")
+    if scheme == "sqlite" and path and not path.startswith("//"):
+        return _open_sqlite(Path(path))
+    if scheme in ("postgres", "postgresql"):
         return _open_postgres(url)
     raise ConfigurationError(
-        f"The database {mask_secrets(url)!r} has no scheme that batchrun knows.",
+        f"The database {mask_secrets(url)!r} is none that batchrun can open.",
         unchanged="Nothing was opened.",
         todo='Write "sqlite:stock.db" or "postgres://user@host/name".',
     )
@@ -4199,11 +4203,8 @@ def _open_postgres(url: str) -> Any:
 
 def close_connection(connection: Any) -> None:
     """Roll back what is open and close; what was not committed was not meant to be."""
-    if isinstance(connection, apsw.Connection):
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-    else:
-        with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # closing rolls back too; this lets locks go at once
+        if hasattr(connection, "rollback"):
             connection.rollback()
     connection.close()
 
@@ -5744,7 +5745,7 @@ class Worker:
             end = self._stopped()
         except BaseException as error:  # noqa: BLE001 - whatever a job raises ends the attempt
             end = self._raised(error)
-        releases = self._clean_up()
+        releases = self._clean_up(end)
         failed = [entry["name"] for entry in releases if entry["error"]]
         if failed and end.ending == Ending.SUCCEEDED:
             what = f"Everything was committed, but a cleanup failed: {', '.join(failed)}."
@@ -5781,7 +5782,7 @@ class Worker:
         acceptances = frozenset(self._order.acceptances)
         context: Context[Any] = Context(settings, self._course, self, self._job_config, acceptances)
         success = self._ledger.last_success(self._order.job)
-        context.last_success_read = success.read if success else None
+        context._last_success_read = success.read if success else None
         self._context, self._job = context, job
         return context
 
@@ -5841,76 +5842,15 @@ class Worker:
         self._generator = generator
         self._marked_at = self._host.monotonic()
         while True:
-            with context._frame.entered():
+            with context._frame.switched(inside=True):
                 yielded = next(generator, self)
             if yielded is self:
-                self._require_complete(context)
+                context._require_complete()
                 return self._succeeded()
-            self._commit_batch(context, yielded)
+            context._receive(yielded)
             self.gate.passed_a_batch()
             if self.gate.reason_to_stop():
                 return self._stopped()
-
-    def _commit_batch(self, context: Context[Any], yielded: object) -> None:
-        """Check what the job yielded, and commit it."""
-        batch = context._current
-        if context._broken is not None:
-            raise context._broken
-        if batch is None or yielded is not batch:
-            expected = f"batch {batch.number}" if batch else "nothing: no batch is open"
-            context._break(
-                f"The job yielded {type(yielded).__name__!r}; expected was {expected}.",
-                why="Yielding commits the batch that was handed out last.",
-                todo="Write: for batch in ctx.batches(...): ...; yield batch",
-            )
-        self._require_work_settled(context, batch)
-        reach("batch.yielded", batch.number)
-        context._commit(batch._link())
-        context._current = None
-
-    def _require_work_settled(self, context: Context[Any], batch: Batch) -> None:
-        """Refuse a batch whose rows are not committed in its target."""
-        mark = batch._loop.mark
-        if mark is None:
-            return
-        if batch._inside:
-            context._break(
-                f"Batch {batch.number} was yielded inside its transaction().",
-                why="Yielding commits the batch; its rows are not committed yet.",
-                todo="Move the yield out of the `with` block.",
-            )
-        if not batch._transactions:
-            context._break(
-                f"Batch {batch.number} has a target but never entered transaction().",
-                why="Its mark was not written, so the batch could be applied twice.",
-                todo="Write its rows inside `with batch.transaction() as rows:`.",
-            )
-        if mark.target.transaction_state() == "write":
-            context._break(
-                f"Batch {batch.number} was yielded while its target has an open transaction.",
-                why="Writes after transaction() would be lost, or committed without the mark.",
-                todo="Put all writes of the batch into its transaction().",
-            )
-
-    def _require_complete(self, context: Context[Any]) -> None:
-        """Refuse a return that left something unread."""
-        if context._broken is not None:
-            raise context._broken
-        if context._current is not None and not context._finished:
-            context._require_yielded()
-        if not context._loops and not context._met and not context._finished:
-            context._break(
-                "The job returned without a loop.",
-                why="A job reads its source by ctx.batches(...); without one nothing is recorded.",
-                todo="Write: for batch in ctx.batches(source): ...; yield batch",
-            )
-        unread = [loop.name for loop in context._loops if not loop.exhausted]
-        if unread and not context._finished:
-            context._break(
-                f"The job returned before loop {unread[0]!r} was read to its end.",
-                why="What was not read would be missing although the run had succeeded.",
-                todo='Leave out the break or return, or call ctx.finish("why") before it.',
-            )
 
     @property
     def frame(self) -> JobFrame | None:
@@ -5938,14 +5878,15 @@ class Worker:
         what = mask_secrets(f"The job raised {type(error).__name__}: {error}{where}.")
         return AttemptEnd(Ending.RAISED, ExitCode.FAILED, error=what)
 
-    def _clean_up(self) -> list[dict[str, Any]]:
+    def _clean_up(self, end: AttemptEnd) -> list[dict[str, Any]]:
         """Release what the job holds, in reverse order; outside its frame, so uninterrupted."""
         if self._context is None:
             return []
         self._context._frame.inside = False
         if self._generator is not None:
-            self._context._cleanups.push("the job's own frame", self._generator.close)
-        self._context._cleanups.unwind()
+            self._context._cleanups.push("the job's own frame", lambda _: self._generator.close())
+        succeeded = end.ending == Ending.SUCCEEDED
+        self._context._cleanups.unwind(None if succeeded else JobError(end.error or end.ending))
         return self._context._cleanups.releases
 
     # -- what the context asks for ------------------------------------------------------------
@@ -5959,7 +5900,7 @@ class Worker:
         content, digest = checkpoint_bytes(checkpoint)
         number = checkpoint.number
         if link.rejects and link.staged is None:
-            self.stage_rejects(number, link.loop, link.rejects)
+            self.stage_rejects(number, link)
         reach("commit.begun", number)
         spent = self._spent(context, began)
         temporary = self._prepare_file(content)
@@ -5986,21 +5927,22 @@ class Worker:
         limit = self._job_config.max_rejects
         if course.rejected + link.rejected <= limit:
             return
-        first = mask_secrets(f"{link.rejects[0].record!r}: {link.rejects[0].reason}")
+        of_batch = [mask_secrets(f"{record!r}: {reason}") for record, reason in link.rejects[:1]]
         raise TooManyRejects(
-            f"More than {limit} records were rejected, the first of this batch: {first}.",
+            f"More than {limit} records were rejected"
+            f"{''.join(f', the first of this batch: {first}' for first in of_batch)}.",
             unchanged=f"The batch is not committed; commit {course.number} stands.",
             todo=f"Mend the records, or raise max_rejects in [jobs.{self._order.job}].",
         )
 
     def _spent(self, context: Context[Any], began: float) -> tuple[float, float, float]:
         """Return seconds of reading, of the job's work, and of batchrun, since the last commit."""
-        clock, batch = context._clock, context._current
+        batch = context._current
         mark_s = 0.0
-        if batch is not None and batch._loop.mark is not None:
-            mark_s, batch._loop.mark.spent_s = batch._loop.mark.spent_s, 0.0
-        work_s = began - batch._loop.handed_at - mark_s if batch is not None else 0.0
-        read_s, clock.read_s = clock.read_s, 0.0
+        if batch is not None and batch._mark is not None:
+            mark_s, batch._mark.spent_s = batch._mark.spent_s, 0.0
+        work_s = began - batch._link.began - mark_s if batch is not None else 0.0
+        read_s, context._read_s = context._read_s, 0.0
         own_s = self._own_s + max(0.0, began - self._marked_at - read_s - work_s)
         return read_s, work_s, own_s
 
@@ -6081,10 +6023,15 @@ class Worker:
         """Move the run to `running`, right before its first batch is handed out."""
         self._ledger.begin_batches(self._run, self._order.generation, expected)
 
-    def stage_rejects(self, number: int, loop: str, rejects: list[Reject]) -> None:
-        """Store rejects that do not count before their batch is committed."""
-        masked = [Reject(mask_secrets(repr(r.record)), mask_secrets(r.reason)) for r in rejects]
-        self._ledger.stage_rejects(self._run, self._order.generation, number, loop, masked)
+    def stage_rejects(self, number: int, link: Link) -> None:
+        """Store rejects that do not count before their batch is committed; refuse too many."""
+        if not link.rejects:
+            return
+        self._require_within_limits(cast("Course", self._course), link)
+        masked = [
+            Reject(mask_secrets(repr(r.record)), mask_secrets(r.reason)) for r in link.rejects
+        ]
+        self._ledger.stage_rejects(self._run, self._order.generation, number, link.loop, masked)
 
     def pass_gate(self) -> None:
         """Raise `SafeStop` if the attempt is to end at this safe point."""
