@@ -3208,7 +3208,7 @@ Each has a cursor or a result of its own in the checkpoint.
 Give each a name: ctx.batches(source, name="...")""",
     "two at once": """{kind} {name!r} began before loop {loop!r} was read to its end.
 Commits are one chain: loops and steps come one after another.
-Read the first loop to its end, or call ctx.finish(reason).""",
+Read the first loop to its end, or join the two sources in one loop.""",
     "not JSON": """The result of step {step!r} is not JSON: {result!r}.
 It is recorded once and given back in every later attempt.
 Return None, text, numbers, lists and dicts with text keys.""",
@@ -4000,11 +4000,10 @@ class Context(Generic[S]):
             raise self._other_order()
         if target is None:
             return None
-        mark, done = (
-            Mark(open_target(target), self._course, name),
-            {"loop": "batch"}.get(kind, kind),
-        )
-        ahead = mark.ahead(done, passed=self._is_passed)
+        mark = Mark(open_target(target), self._course, name)
+        with self._frame.switched(inside=True):  # it may wait for an old transaction for long
+            done = "batch" if kind == "loop" else kind
+            ahead = mark.ahead(done, passed=self._is_passed)
         if ahead is not None:
             number = self._course.number + 1
             self._driver.say(f"commit {number} is in the target already: rolled forward")

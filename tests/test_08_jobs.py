@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sqlite3
 import sys
 from collections.abc import Iterator
@@ -281,7 +282,7 @@ GUARDS = {
             "loop 'more' began before loop 'main' was read to its end.\n"
             "Commits are one chain: loops and steps come one after another."
         ),
-        "Read the first loop to its end, or call ctx.finish(reason).",
+        "Read the first loop to its end, or join the two sources in one loop.",
     ),
     "a step result that is not JSON": (
         'ctx.step("now", lambda: {1, 2})\nyield',
@@ -896,6 +897,21 @@ def test_the_claim_waits_behind_a_commit_that_is_still_in_flight(
         waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
         wait_for(lambda: stock.ask(waiting) == [(1,)], "the claim to wait")
     assert shop.end(process).code == 0
+    assert stock.applied() == ALL
+
+
+def test_a_claim_that_waits_can_be_interrupted(shop: Shop, postgres_dsn: str) -> None:
+    stock = postgres_stock(shop, postgres_dsn)
+    stock.write(WRITE)
+    assert shop.run(point="batch.handed_out@2=kill").code == -9
+    with stock.connected() as old:
+        old.execute("UPDATE batchrun_mark SET counts = counts")
+        process = shop.start(*RUN)
+        waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+        wait_for(lambda: stock.ask(waiting) == [(1,)], "the claim to wait")
+        os.kill(process, signal.SIGUSR1)
+        assert shop.end(process).code == 75
+    assert shop.run().code == 0
     assert stock.applied() == ALL
 
 
