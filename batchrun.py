@@ -60,12 +60,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
+from datetime import date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
-from itertools import islice, product
-from operator import attrgetter, itemgetter, lt
+from itertools import islice, pairwise
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from types import UnionType
+from types import SimpleNamespace, UnionType
 from typing import (
     Any,
     Generic,
@@ -74,10 +74,8 @@ from typing import (
     NoReturn,
     Protocol,
     Self,
-    TypedDict,
     TypeVar,
     Union,
-    Unpack,
     cast,
     get_args,
     get_origin,
@@ -3641,23 +3639,23 @@ class Batch:
         loop: name of the loop it belongs to.
     """
 
-    def __init__(self, context: Context[Any], page: Page, loop: Loop) -> None:
-        self.records: list[Any] = page.records
+    def __init__(self, context: Context[Any], portion: Portion, loop: Loop) -> None:
+        self.records: list[Any] = portion.records
         self.number = context._course.number + 1
-        self.first_key, self.last_key = page.first_key, page.last_key
+        self.first_key, self.last_key = portion.first_key, portion.last_key
         self.loop = loop.name
         self._context, self._mark = context, loop.mark
         self._entered = self._inside = False
         self._link = Link(
             "batch",
             loop.name,
-            cursor=page.cursor,
-            ended=page.ended,
-            read=len(page.records) + len(page.rejects),
-            rejects=list(page.rejects),
-            rejected=len(page.rejects),
-            first_key=page.first_key,
-            last_key=page.last_key,
+            cursor=portion.cursor,
+            ended=portion.ended,
+            read=len(portion.records) + len(portion.rejects),
+            rejects=list(portion.rejects),
+            rejected=len(portion.rejects),
+            first_key=portion.first_key,
+            last_key=portion.last_key,
             source=loop.fingerprint,
             began=time.monotonic(),
         )
@@ -3759,18 +3757,18 @@ class Loop:
         self._context._require_yielded()
         while not self.exhausted:
             driver.pass_gate()
-            page = self._read()
-            if page.records:
+            portion = self._read()
+            if portion.records:
                 driver.pass_gate()
-                return self._hand_out(page)
-            if page.rejects:
-                driver.commit(Batch(self._context, page, self)._link)
+                return self._hand_out(portion)
+            if portion.rejects:
+                driver.commit(Batch(self._context, portion, self)._link)
             else:
                 driver.commit(Link("loop", self.name, source=self.fingerprint))
                 self.exhausted = True
         return None
 
-    def _read(self) -> Page:
+    def _read(self) -> Portion:
         """Read until the batch is full, and take the time; reading may be interrupted."""
         began = time.monotonic()
         try:
@@ -3779,17 +3777,17 @@ class Loop:
         finally:
             self._context._read_s += time.monotonic() - began
 
-    def _hand_out(self, page: Page) -> Batch:
+    def _hand_out(self, portion: Portion) -> Batch:
         """Make the batch that the job works on now."""
         context = self._context
         if self._is_first:
             self._is_first = False
-            require_round_trip(page.cursor)
+            require_round_trip(portion.cursor)
         if not context._handed_out:
             context._handed_out = True
             total = getattr(self._source, "total", None)
             context._driver.begin_batches(total() if total is not None else None)
-        context._current = batch = Batch(context, page, self)
+        context._current = batch = Batch(context, portion, self)
         reach("batch.handed_out", batch.number)
         return batch
 
@@ -4210,36 +4208,47 @@ def close_connection(connection: Any) -> None:
 
 # -- sources --------------------------------------------------------------------------
 #
-# Sources: where records come from, in an order that can be taken up again.
-#
-# read(after, limit) goes on behind the cursor `after` (None: at the start) and returns one of
+# Where records come from, in an order that can be taken up again. read(after, limit) goes on
+# behind the cursor `after` (None: at the start) and returns one of
 #
 #   keyset   [record, ...]          cursor = key(last record); keys ascend strictly; [] is the end
 #   opaque   ([record, ...], next)  cursor = next; no order is demanded; next = None is the end
 #
-# A short answer is never the end. Every answer must move the cursor: the first key is greater
-# than `after`, or next differs from `after`; a source that stands still or goes in a circle
-# without a record is stopped, never looped over.
+# A short answer is never the end. Every answer moves the cursor: a source that stands still or
+# goes in a circle is stopped, never looped over. Our own sources are opaque, with the cursors
 #
-# Cursors of our own opaque sources:
-#
+#   Query                  key of the last row. The database alone judges order and equality, by
+#                          the key's own type and collation, so that its index serves.
 #   Delimited, JsonLines   (byte offset, records, digest): bytes and records before the next record,
 #                          counted from 0 in the uncompressed bytes, header and BOM included;
-#                          digest = "LENGTH:SHA256[:32]" of the last record's bytes, line end too
+#                          digest = "LENGTH:SHA256[:32]" of the last bytes read, 4 KB at most
 #   an iterable            (records, digest): records consumed, SHA256[:32] of the last one's text
 #
-# A cursor is valid if and only if what stands directly before it still has that digest. An invalid
-# one needs a person: the source is not what it was, and going on would skip or repeat records.
+# A cursor with a digest is valid if and only if what stands directly before it has that digest. An
+# invalid one needs a person: going on in another source would skip or repeat records.
 
 UNCHANGED = "Nothing was taken from it; the checkpoint stays as it is."
 MAX_RECORD_LINES = 100
+OPEN_QUOTE = "a quote that opens in it is still open at the end of the file"
+LONG_QUOTE = f"a quote that opens in it is still open after {MAX_RECORD_LINES} lines"
+MAX_LINE_BYTES = 16 * 2**20
+DIGEST_BYTES = 4096
 FINGERPRINT_BYTES = 32 * 2**20  # of the head, and of the tail
-ESTIMATE_BYTES = 4 * 2**20
+ESTIMATE_BYTES = 2**20
 BUFFER_BYTES = 2**18
 MAX_SETTLE_ROUNDS = 60
-NO_ROW = "FROM (SELECT 1 AS one) AS one LEFT JOIN {select} AS s ON 0 = 1"  # but its columns
 
-Key = str | int | tuple[str, ...] | tuple[int, ...] | Callable[[Any], Any]
+Key = str | int | Sequence[str] | Sequence[int] | Callable[[Any], Any]
+
+
+def _source_letter(what: str, why: str, todo: str = "", kind: Any = JobError) -> BatchrunError:
+    return cast("BatchrunError", kind(what, why=why, unchanged=UNCHANGED, todo=todo))
+
+
+def _stale(what: str, why: str) -> BatchrunError:
+    return _source_letter(
+        what, why, "Bring the old one back, or start the job with --fresh.", PersonNeeded
+    )
 
 
 class Source(Protocol):
@@ -4257,40 +4266,25 @@ class Source(Protocol):
         """Return what identifies the record; None if the source has no key."""
 
 
-def _getter(key: Key, sample: object) -> Callable[[Any], Any]:
-    """Return what takes the key from records like the sample: at C speed unless key is callable."""
-    if callable(key):
-        return key
-    names = key if isinstance(key, tuple) else (key,)
-    if names and all(isinstance(name, int) for name in names):
-        return itemgetter(*names)
-    if names and all(isinstance(name, str) for name in names):
-        by_name: Any = itemgetter if hasattr(sample, "keys") else attrgetter
-        return by_name(*names)  # type: ignore[no-any-return]
-    raise ConfigurationError(
-        f"key={key!r} is no key.",
-        why="A key is a field's name, its position from 0, a tuple of one of these, or a callable.",
-    )
+def _getter(key: Key | None) -> Callable[[Any], Any]:
+    """Return what takes the key from a record: by item from mappings, else by attribute."""
+    if key is None or callable(key):
+        return key or (lambda _record: None)
+    names = tuple(key) if isinstance(key, list | tuple) else (key,)
+    if {*map(type, names)} not in ({str}, {int}):
+        why = "A key is a field's name, its position from 0, several of these, or a callable."
+        raise ConfigurationError(f"key={key!r} is no key.", why=why)
+    by_item: Callable[[Any], Any] = itemgetter(*names)
+    by_name = by_item if isinstance(names[0], int) else attrgetter(*map(str, names))
 
+    def get(record: Any) -> Any:
+        try:
+            return by_item(record) if hasattr(record, "keys") else by_name(record)
+        except (LookupError, AttributeError, TypeError) as error:
+            why = f"{type(error).__name__}: {error}, in {repr(record)[:200]}"
+            raise _source_letter(f"A record has no key={key!r}.", mask_secrets(why)) from error
 
-class _Keyed:
-    """A source that may have been given a key, found in its records by the first one's kind."""
-
-    def __init__(self, key: Key | None) -> None:
-        self._key = key
-        self.key: Callable[[Any], Any] = self._first_key if key is not None else _no_key
-
-    def _first_key(self, record: Any) -> Any:
-        self._resolve(record)
-        return self.key(record)
-
-    def _resolve(self, record: Any) -> None:
-        if self._key is not None:
-            self.key = _getter(self._key, record)
-
-
-def _no_key(_record: Any) -> None:
-    return None
+    return get
 
 
 def _plain_key(key: Any) -> Any:
@@ -4299,142 +4293,73 @@ def _plain_key(key: Any) -> Any:
     Two datetimes of one zone compare by their wall clocks, wrongly where clocks are put back.
     """
     if isinstance(key, tuple):
-        return tuple(_plain_key(part) for part in key)
-    if isinstance(key, datetime) and key.tzinfo is not None:
-        offset = key.utcoffset()
-        return key if offset is None else key.replace(tzinfo=timezone(offset), fold=0)
+        return tuple(map(_plain_key, key))
+    if isinstance(key, datetime) and (ahead := key.utcoffset()) is not None:
+        return key.replace(tzinfo=timezone(ahead), fold=0)
     return key
 
 
 def _digest(content: bytes) -> str:
-    from hashlib import sha256
-
-    return sha256(content).hexdigest()[:32]
-
-
-# --- Query ---
-
-
-def _utc_now() -> datetime:
-    return datetime.now(UTC)
-
-
-def _duration(value: float | timedelta) -> timedelta:
-    return value if isinstance(value, timedelta) else timedelta(seconds=value)
-
-
-def _as_moment(value: object) -> datetime:
-    """Return the moment that a timestamp, or its ISO 8601 text, means."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = datetime.fromisoformat(value)
-    if isinstance(value, datetime):
-        return value
-    raise ConfigurationError(
-        f"{value!r} is no timestamp.",
-        why="lag= and overlap= need a first key column of timestamps (or ISO 8601 text).",
-        todo="Leave lag= and overlap= out, or begin the key with such a column.",
-    )
-
-
-def _written_like(sample: object, moment: datetime) -> object:
-    """Return the moment in the sample's own notation, so that the database can compare both."""
-    if not isinstance(sample, str):
-        return moment
-    own, gap = _as_moment(sample), sample[10:11] or " "
-    for timespec in ("seconds", "milliseconds", "microseconds"):
-        texts = [value.isoformat(gap, timespec) for value in (own, moment)]
-        if sample.endswith("Z"):
-            texts = [text.removesuffix("+00:00") + "Z" for text in texts]
-        if texts[0] == sample:
-            return texts[1]
-    raise ConfigurationError(
-        f"The timestamp {sample!r} has a notation that cannot be compared as text.",
-        why="lag= and overlap= know YYYY-MM-DD hh:mm:ss, with T, .mmm, .mmmmmm, Z or +hh:mm.",
-    )
-
-
-def _kind(value: object) -> str:
-    """Return the kind of a key part: a cursor of another kind than the column's is stale."""
-    from numbers import Number
-
-    if isinstance(value, datetime):
-        return "datetime without zone" if value.tzinfo is None else "datetime with zone"
-    return "number" if isinstance(value, Number) else type(value).__name__
+    return hashlib.sha256(content).hexdigest()[:32]
 
 
 class Query:
     """The rows of a SELECT in the order of a unique key, by keyset and never by OFFSET.
 
     `connection` is sqlite3's, apsw's, psycopg's, or another DB-API 2.0 connection with `?` or `%s`
-    as placeholder, row values and standard "quoting"; it stays the caller's. Rows come as the
-    driver gives them. `key` names columns of the SELECT, unique together; an index on them makes
-    each read cheap. `parameters` are those of the SELECT, in order.
+    as placeholder, row values and standard "quoting"; it stays the caller's, and a transaction
+    that a read began in it is ended. Rows come as the driver gives them. `key` names columns of
+    the SELECT, unique together; an index on them makes each read cheap.
 
     The first read of an attempt refuses what keyset reading would lose rows over: NULL in the key,
-    rows behind the cursor with equal keys, text under a collation that is not binary. In PostgreSQL
-    text keys are compared under COLLATE "C"; unless the column or its database is so already, the
-    index must be too. Each read looks one row further, so that rows of equal key, written since,
-    are not split. A transaction that a read began (psycopg) is ended by it.
+    equal keys behind the cursor, a cursor of another type than the key. Each full read asks whether
+    other rows, written since, have its last key.
 
-    Timestamps of rows become visible late: they are set early in a transaction and seen after it.
-    `lag` (seconds or timedelta) leaves out rows younger than that when the attempt first reads;
-    make it longer than the longest writing transaction. `since` leaves out rows whose first key
-    column is less; `overlap` begins that much before `since` and thus gives records a second time,
-    to work that can take it. Both judge the first key column: timestamps, or their ISO 8601 text.
-    `zone` says which zone timestamps without one are in; `clock` returns now, with a zone.
+    Timestamps are set early in a transaction and seen after its end. `lag` (seconds) leaves out
+    rows whose first key column, a timestamp or its ISO 8601 text, was younger than that when the
+    attempt first read: make it longer than the longest writing transaction. `zone` says which zone
+    timestamps without one are in.
     """
+
+    host = Host()  # whose clock lag= is measured by
 
     def __init__(
         self,
         connection: Any,
         select: str,
         *,
-        key: str | tuple[str, ...],
+        key: str | Sequence[str],
         parameters: Sequence[Any] = (),
-        lag: float | timedelta | None = None,
-        since: Any = None,
-        overlap: float | timedelta | None = None,
+        lag: float | None = None,
         zone: tzinfo | None = None,
-        clock: Callable[[], datetime] = _utc_now,
     ) -> None:
-        if isinstance(parameters, str | bytes | Mapping) or not key:
-            raise ConfigurationError(
-                "Query needs a key of column names, and parameters in order.",
-                todo='Write Query(connection, "SELECT ...", key="id", parameters=(value,)).',
-            )
-        if overlap is not None and since is None:
-            raise ConfigurationError(
-                "overlap= needs since=: what to begin before.",
-                todo="Give since= the newest timestamp that earlier runs have read.",
-            )
-        if overlap is not None:
-            since = _written_like(since, _as_moment(since) - _duration(overlap))
         self._names = (key,) if isinstance(key, str) else tuple(key)
-        self.key: Callable[[Any], Any] = itemgetter(*self._names)
-        self._connection = connection
-        self._driver, self._placeholder = _driver_of(connection)
-        self._select = select.strip().rstrip(";")
-        self._parameters = tuple(parameters)
-        self._columns: list[str] = []  # of the key, as SQL
-        self._is_checked = False
-        self._since = since
+        self._columns = ['s."{}"'.format(name.replace('"', '""')) for name in self._names]
+        self._key_columns = ", ".join(self._columns)
+        self.key = _getter(self._names)
+        self._connection, self._placeholder = connection, _placeholder_of(connection)
+        self._select, self._parameters = select.strip().rstrip(";"), tuple(parameters)
+        self._lag_s, self._zone = lag, zone
         self._until: object = None  # what lag= leaves
-        self._lag, self._zone, self._clock = lag, zone, clock
+        self._described: list[str] = []  # the columns of the newest answer that had rows
+        self._is_checked = False
 
-    def read(self, after: Any, limit: int) -> list[Any]:
-        """Return the next rows; empty at the end."""
-        self._learn()
+    def read(self, after: Any, limit: int) -> tuple[list[Any], Any]:
+        """Return the next rows and the last one's key; ([], None) at the end."""
         if not self._is_checked:
             self._check(after)
-            self._is_checked = True
-        order = f"ORDER BY {', '.join(self._columns)} LIMIT {limit + 1}"
-        rows = self._ask("s.*", self._conditions(after), order)
-        if len(rows) > limit:
-            beyond = self.key(rows.pop())
-            if self.key(rows[-1]) == beyond:
-                raise self._not_unique(beyond, "Two or more")
-        return rows
+        if not self._is_checked:
+            return [], None  # no row was there
+        rows = self._ask("s.*", f"ORDER BY {self._key_columns} LIMIT {limit}", behind=after)
+        if not rows:
+            return [], None
+        first, last = _plain_key(self.key(rows[0])), _plain_key(self.key(rows[-1]))
+        if first == after:
+            why = f"The row behind {after!r} has that key again, as of a type that loses digits."
+            raise _source_letter("The query does not advance.", why)
+        if len(rows) == limit and (count := self._count(equal=last)) > 1:
+            raise self._not_unique(last, count)
+        return rows, last
 
     def fingerprint(self) -> str:
         """Return what a cursor depends on; rows may come and go between attempts."""
@@ -4442,248 +4367,144 @@ class Query:
 
     def total(self) -> int:
         """Return the number of rows of the whole run, by one count(*) at each call."""
-        self._learn()
-        return int(self._values("count(*) AS n", self._conditions(None))[0][0])
-
-    # -- the checks before the first read --
-
-    def _learn(self) -> None:
-        """Learn the key's columns and where lag= ends; once."""
-        if self._columns:
-            return
-        columns = self._find_key()
-        if self._driver == "postgres":
-            columns = [*map(self._by_bytes_in_postgres, columns)]
-        elif self._driver == "sqlite":
-            self._refuse_collations_in_sqlite(columns)
-        sample = self._values(columns[0], [], "LIMIT 1")
-        if sample and self._lag is not None:
-            self._until = self._newest(sample[0][0])
-        self._columns = columns
+        return self._count()
 
     def _check(self, after: Any) -> None:
-        """Refuse what would lose rows; once per attempt."""
-        self._refuse_nulls()
-        if after is not None:
-            self._refuse_other_kind(after)
-        self._refuse_ties(after)
-
-    def _find_key(self) -> list[str]:
-        """Return the key's columns as SQL, and set what takes the key from a row."""
-        names: list[str] = []
-        empty = self._run(f"SELECT s.* {NO_ROW}", [], names)
-        for name in self._names:
-            if names.count(name) != 1:
-                raise ConfigurationError(
-                    f"The key column {name!r} is not one column of the SELECT.",
-                    why=f"Its columns are {', '.join(names)}.",
-                    todo="Give key= as the SELECT names it; add AS to tell columns apart.",
+        """Learn from one row what rows are like, and refuse what would lose some."""
+        for row in self._ask("s.*", "LIMIT 1"):
+            names, key = list(self._described), ", ".join(self._names)
+            if missing := [name for name in self._names if name not in names]:
+                what = f"The SELECT has no column {missing[0]} for key=."
+                raise ConfigurationError(what, why=f"Its columns are {', '.join(names)}.")
+            if isinstance(row, tuple) or not hasattr(row, "keys"):
+                self.key = itemgetter(*map(names.index, self._names))
+            nulls = " OR ".join(f"{column} IS NULL" for column in self._columns)
+            if self._ask("1 AS one", "LIMIT 1", also=nulls):
+                raise _source_letter(
+                    f"The key ({key}) is NULL in some rows.",
+                    "NULL is neither before nor behind any key: such rows would never be read.",
+                    f"Add WHERE {' IS NOT NULL AND '.join(self._names)} IS NOT NULL.",
                 )
-        if hasattr(empty[0], "keys"):
-            self.key = itemgetter(*self._names)
-        else:
-            self.key = itemgetter(*map(names.index, self._names))
-        self._others = [name for name in names if name not in self._names]
-        return ["s." + '"{}"'.format(name.replace('"', '""')) for name in self._names]
-
-    def _by_bytes_in_postgres(self, column: str) -> str:
-        """Return the column, compared by bytes if it is text."""
-        is_text = f"(SELECT typcollation FROM pg_type WHERE oid = pg_typeof({column})::oid) <> 0"
-        of_text = f"CASE WHEN {is_text} THEN pg_collation_for({column}) END AS c"
-        [row] = self._run(f"SELECT pg_typeof({column})::text AS t, {of_text} {NO_ROW}", [])
-        type_name, collation = _tuple(row)
-        if type_name == "citext":
-            name = column.removeprefix("s.")
-            raise self._not_binary(name, "its type is citext", f"{name}::text AS {name}")
-        if collation is None:
-            return column
-        by = f"COLLATE {collation}"
-        [row] = self._run(f"SELECT 'Z' < '_' {by} AND '_' < 'a' {by} AS b", [])
-        return column if _tuple(row)[0] else f'{column} COLLATE "C"'
-
-    def _refuse_collations_in_sqlite(self, columns: list[str]) -> None:
-        probe = " ".join(f"UNION ALL SELECT '{text}'" for text in ("b", "A", "a", "a "))
-        for name, column in zip(self._names, columns, strict=True):
-            texts = f"(SELECT {column} AS k FROM {{select}} AS s WHERE 0 {probe}) AS p"
-            found = self._values("count(DISTINCT k) AS n, min(k) AS k", [], source=texts)
-            if found != [(4, "A")]:
-                todo = f"{name} COLLATE BINARY AS {name}"
-                raise self._not_binary(name, "its collation is NOCASE, RTRIM or one of yours", todo)
-
-    def _not_binary(self, name: str, why: str, todo: str) -> JobError:
-        return JobError(
-            f"The key column {name} is not compared byte by byte: {why}.",
-            why="Keys that differ count as equal there, so that rows would be skipped.",
-            unchanged=UNCHANGED,
-            todo=f"Write SELECT {todo}, and make an index so.",
-        )
-
-    def _refuse_nulls(self) -> None:
-        nulls = " OR ".join(f"{column} IS NULL" for column in self._columns)
-        if self._values("1 AS one", [(nulls, [])], "LIMIT 1"):
-            raise JobError(
-                f"The key ({', '.join(self._names)}) is NULL in some rows.",
-                why="NULL is neither before nor behind any key: such rows would never be read.",
-                unchanged=UNCHANGED,
-                todo=f"Add WHERE {' IS NOT NULL AND '.join(self._names)} IS NOT NULL, "
-                "or take a key without NULL.",
-            )
+            sample = self.key(row) if len(self._names) > 1 else (self.key(row),)
+            stored = _kinds(after if isinstance(after, tuple) else (after,))
+            if after is not None and stored != _kinds(sample):
+                why = f"It is {stored}; the key is {_kinds(sample)} now."
+                raise _stale(f"The cursor {after!r} is not of the key ({key}).", why)
+            if self._lag_s is not None:
+                self._until = self._newest(sample[0], self._lag_s)
+            self._refuse_ties(after)
+            self._is_checked = True
 
     def _refuse_ties(self, after: Any) -> None:
         """Refuse equal keys behind the cursor; those before it were refused as they were read."""
-        columns = ", ".join(self._columns)
-        ties = self._values(
-            f"{columns}, count(*) AS n",
-            self._conditions(after),
-            f"GROUP BY {columns} HAVING count(*) > 1 LIMIT 1",
-        )
-        for *key, count in ties:
-            raise self._not_unique(key[0] if len(key) == 1 else tuple(key), f"{count:,}")
+        tail = f"GROUP BY {self._key_columns} HAVING count(*) > 1 LIMIT 1"
+        for row in self._ask(f"{self._key_columns}, count(*) AS n_rows", tail, behind=after):
+            *key, count = _tuple(row)
+            raise self._not_unique(key[0] if len(key) == 1 else tuple(key), count)
 
-    def _not_unique(self, key: object, count: str) -> JobError:
-        more = "id" if "id" in self._others else (self._others or ["id"])[0]
-        names = ", ".join(f'"{name}"' for name in (*self._names, more))
-        return JobError(
-            f"The key ({', '.join(self._names)}) is not unique: {count} rows have {key!s}.",
-            why="A batch may end between rows of equal key; the others would be skipped.",
-            unchanged=UNCHANGED,
-            todo=f"Add columns that make it unique, for example key=({names}).",
+    def _not_unique(self, key: object, count: int) -> BatchrunError:
+        return _source_letter(
+            f"The key ({', '.join(self._names)}) is not unique: {count:,} rows have {key!s}.",
+            "A batch may end between rows of equal key; the others would be skipped.",
+            f"Add columns that make it unique, as key={json.dumps([*self._names, 'id'])}.",
         )
 
-    def _refuse_other_kind(self, after: Any) -> None:
-        """Refuse a cursor that the database would compare with the key, but wrongly."""
-        stored = [*map(_kind, after if isinstance(after, tuple) else (after,))]
-        for sample in self._values(", ".join(self._columns), [], "LIMIT 1"):
-            found = [*map(_kind, sample)]
-            if stored == found:
-                continue
-            raise PersonNeeded(
-                f"The cursor {after!r} is not of this key ({', '.join(self._names)}).",
-                why=f"It is {', '.join(stored)}; the key is {', '.join(found)} now.",
-                unchanged=UNCHANGED,
-                todo="Bring the key back, or start the job with --fresh.",
-            )
-
-    def _newest(self, sample: object) -> object:
-        """Return the first key column's latest value that is read, written as the sample is."""
-        moment = self._clock() - _duration(self._lag or 0)
-        zone = _as_moment(sample).tzinfo
-        if zone is not None:
-            return _written_like(sample, moment.astimezone(zone))
-        if self._zone is None:
-            raise ConfigurationError(
-                f"lag= cannot judge {sample}: a timestamp without a zone.",
-                todo="Say which it is in, as zone=UTC (from datetime) or zone=ZoneInfo(...).",
-            )
-        return _written_like(sample, moment.astimezone(self._zone).replace(tzinfo=None))
+    def _newest(self, sample: Any, lag_s: float) -> object:
+        """Return the latest first key column that is read, written as the sample is."""
+        own = sample
+        with contextlib.suppress(ValueError):
+            own = datetime.fromisoformat(sample) if isinstance(sample, str) else sample
+        zone = getattr(own, "tzinfo", None) or self._zone
+        if isinstance(own, datetime) and zone is not None:
+            newest = datetime.fromisoformat(self.host.now()) - timedelta(seconds=lag_s)
+            newest = newest.astimezone(zone).replace(tzinfo=own.tzinfo and zone)
+            if own is sample:
+                return newest
+            gap, zero = sample[10:11] or " ", "Z" if sample.endswith("Z") else "+00:00"
+            for unit in ("seconds", "milliseconds", "microseconds"):
+                texts = [m.isoformat(gap, unit).replace("+00:00", zero) for m in (own, newest)]
+                if texts[0] == sample:
+                    return texts[1]
+        raise ConfigurationError(
+            f"lag= cannot judge the key column {self._names[0]}: it holds {sample!r}.",
+            why="It takes timestamps and ISO 8601 text, with a zone or with zone= given.",
+            todo="Give zone=UTC (from datetime) or zone=ZoneInfo(...), or leave lag= out.",
+        )
 
     # -- asking --
 
-    def _conditions(self, after: Any) -> list[tuple[str, list[Any]]]:
-        first, one = self._columns[0], self._placeholder
-        found: list[tuple[str, list[Any]]] = []
-        if self._since is not None:
-            found.append((f"{first} >= {one}", [self._since]))
-        if self._until is not None:
-            found.append((f"{first} <= {one}", [self._until]))
-        if after is not None and len(self._columns) == 1:
-            found.append((f"{first} > {one}", [after]))
-        elif after is not None:
-            ones = ", ".join([one] * len(self._columns))
-            found.append((f"({', '.join(self._columns)}) > ({ones})", list(after)))
-        return found
+    def _count(self, equal: Any = None) -> int:
+        return int(_tuple(self._ask("count(*) AS n_rows", equal=equal)[0])[0])
 
     def _ask(
-        self,
-        what: str,
-        conditions: list[tuple[str, list[Any]]],
-        tail: str = "",
-        source: str = "{select} AS s",
+        self, what: str, tail: str = "", *, behind: Any = None, equal: Any = None, also: str = ""
     ) -> list[Any]:
-        where = " AND ".join(f"({condition})" for condition, _ in conditions)
-        values = [value for _, values in conditions for value in values]
-        text = f"SELECT {what} FROM {source}{' WHERE ' if where else ''}{where} {tail}"
-        return self._run(text, values)
-
-    def _values(self, *asked: Any, **more: Any) -> list[tuple[Any, ...]]:
-        """Return the rows as tuples, whatever the connection makes of rows."""
-        return [_tuple(row) for row in self._ask(*asked, **more)]
-
-    def _run(self, text: str, values: list[Any], names: list[str] | None = None) -> list[Any]:
-        """Return the rows, and add the column names; a transaction that this began is over then."""
+        """Return what the SELECT's rows give, of those behind or with a key, within lag=."""
+        conditions, values = [f"({also})"] if also else [], list[Any]()
+        for sign, key in ((">", behind), ("=", equal)):
+            if key is not None:
+                parts = key if isinstance(key, tuple) else (key,)
+                marks = ", ".join([self._placeholder] * len(parts))
+                conditions.append(f"({self._key_columns}) {sign} ({marks})")
+                values += parts
+        if self._until is not None:
+            conditions.append(f"{self._columns[0]} <= {self._placeholder}")
+            values.append(self._until)
         select = self._select
-        parameters = (*(self._parameters if "{select}" in text else ()), *values)
         if self._placeholder == "%s" and values and not self._parameters:
             select = select.replace("%", "%%")  # literal, as it is without parameters
-        text = text.replace("{select}", f"(\n{select}\n)")
-        was_idle = _is_idle(self._connection)
+        where = " WHERE " + " AND ".join(conditions) if conditions else ""
+        text = f"SELECT {what} FROM (\n{select}\n) AS s{where} {tail}"
+        return self._run(text, (*self._parameters, *values))
+
+    def _run(self, text: str, values: tuple[Any, ...]) -> list[Any]:
+        """Return the rows; a transaction that this began is over then."""
+        info = getattr(self._connection, "info", None)  # psycopg's
+        begins_one = getattr(info, "transaction_status", None) == 0
         cursor = self._connection.cursor()
         try:
-            cursor.execute(text, *([parameters] if parameters else []))
-            if names is not None:
-                names.extend(column[0] for column in cursor.description)
-            rows = cursor.fetchall()
+            cursor.execute(text, *([values] if values else []))
+            with contextlib.suppress(apsw.ExecutionCompleteError):  # no rows
+                self._described = [column[0] for column in cursor.description]
+            rows: list[Any] = cursor.fetchall()
         except Exception:
-            if was_idle:
+            if begins_one:
                 self._connection.rollback()
             raise
         finally:
             cursor.close()
-        if was_idle:
+        if begins_one:
             self._connection.commit()  # not rollback: psycopg would forget what it has prepared
-        return rows  # type: ignore[no-any-return]
+        return rows
 
 
 def _tuple(row: Any) -> tuple[Any, ...]:
+    """Return the row as a tuple, whatever the connection makes of rows."""
     return tuple(row.values()) if isinstance(row, Mapping) else tuple(row)
 
 
-def _is_idle(connection: Any) -> bool:
-    """Tell whether a read would begin a transaction in the connection (psycopg's)."""
-    return getattr(getattr(connection, "info", None), "transaction_status", None) == 0
+def _kinds(key: tuple[Any, ...]) -> str:
+    """Return the kinds of a key's parts: a database may compare others with them, but wrongly."""
+    from numbers import Number
+
+    names = ["number" if isinstance(part, Number) else type(part).__name__ for part in key]
+    zoned = [" with zone" if getattr(part, "tzinfo", None) else "" for part in key]
+    return ", ".join(map(str.__add__, names, zoned))
 
 
-def _driver_of(connection: Any) -> tuple[str, str]:
-    """Return the driver, sqlite and postgres taken together, and its placeholder."""
-    for cls in type(connection).__mro__:
-        driver = cls.__module__.partition(".")[0]
-        unsaid = "qmark" if driver == "apsw" else None
-        style = getattr(sys.modules.get(driver), "paramstyle", unsaid)
-        if driver in {"sqlite3", "apsw"} and getattr(connection, "autocommit", None) is False:
-            raise ConfigurationError(
-                "Query cannot end the read transactions of this sqlite3 connection.",
-                todo="Open it without autocommit=False.",
-            )
-        if style in {"qmark", "format", "pyformat"}:
-            names = {"apsw": "sqlite", "sqlite3": "sqlite", "psycopg": "postgres"}
-            return names.get(driver, driver), "?" if style == "qmark" else "%s"
-    raise ConfigurationError(
-        f"{type(connection).__module__}.{type(connection).__name__} is no connection for Query.",
-        why="It is neither apsw's nor a DB-API connection with ? or %s as placeholder.",
-        todo="Pass an open connection, or a callable read(after, limit) with key=.",
-    )
+def _placeholder_of(connection: Any) -> str:
+    """Return what stands for a value in the connection's SQL: apsw and sqlite3 have `?`."""
+    names = [cls.__module__.partition(".")[0] for cls in type(connection).__mro__]
+    styles = {getattr(sys.modules.get(name), "paramstyle", "") for name in names}
+    return "%s" if styles & {"format", "pyformat"} else "?"
 
 
-# --- files ---
-
-
-class _Shared(TypedDict, total=False):
-    """The arguments that Delimited and JsonLines share; Delimited explains them."""
-
-    key: Key | None
-    encoding: str
-    parse: Callable[[Any], Any] | None
-    keep: Callable[[Any], object] | None
-    settle: float | timedelta | None
-    min_records: int
-    min_of_last: float | None
-    sleep: Callable[[float], object]
-
-
-class _RecordFile(_Keyed):
+class _RecordFile:
     """What Delimited and JsonLines share: a held file, positions in it, and what is refused."""
 
-    last_success_read: int | None = None  # records that the last success read; set by the caller
+    host = Host()  # whose sleep settle= waits by
+    last_success_read: int | None = None  # records that the last success read; set by the context
+    _torn: tuple[type[Exception], ...] = (OSError, EOFError)  # what reading may raise
 
     def __init__(
         self,
@@ -4692,21 +4513,17 @@ class _RecordFile(_Keyed):
         key: Key | None = None,
         encoding: str = "utf-8",
         parse: Callable[[Any], Any] | None = None,
-        keep: Callable[[Any], object] | None = None,
-        settle: float | timedelta | None = None,
+        settle: float = 0,
         min_records: int = 0,
-        min_of_last: float | None = None,
-        sleep: Callable[[float], object] = time.sleep,
+        min_of_last: float = 0,
     ) -> None:
-        super().__init__(key)
-        self.path = Path(path)
-        self._parse, self._keep = parse, keep
-        self._encoding = _encoding(encoding, self.path)
-        self._settle, self._sleep = settle, sleep
-        self._min_records, self._min_of_last = min_records, min_of_last
+        self.path, self.key = Path(path), _getter(key)
+        self._parse, self._encoding = parse, _encoding(encoding, self.path)
+        self._settle_s, self._min_records, self._min_of_last = settle, min_records, min_of_last
         self._stream: Any = None  # the uncompressed bytes
-        self._offset = self._first = self._number = 0
+        self._byte_offset = self._first = self._number = 0
         self._position: object = None  # what the next read in a row passes as `after`
+        self._lines, self._trouble = list[bytes](), ""  # read ahead, and why there are no more
         self._rejects: list[Reject] = []
 
     def __enter__(self) -> Self:
@@ -4724,22 +4541,23 @@ class _RecordFile(_Keyed):
             self._stream = None
 
     def read(self, after: Any, limit: int) -> tuple[list[Any], Any]:
-        """Return what is left of the next `limit` records after keep= and parse=, and where."""
+        """Return what parse= lets through of the next `limit` records, and where to go on."""
         self._open()
         try:
-            if after is None or after != self._position:
+            if after != self._position:
                 self._go_to(after)
             self._position = self  # nowhere, should this read fail
-            first = self._number + 1
-            raw, last = self._take(limit)
-            records = self._accepted(raw, first)
+            raw, taken = self._take(limit)
+            records = raw if self._parse is None else self._parsed(raw, self._parse)
         finally:
             self._refuse_changed()
-        if not raw:
+        if not taken:
             self._refuse_thin()
             return [], None
+        self._byte_offset += len(taken)
         self._number += len(raw)
-        self._position = self._offset, self._number, f"{len(last)}:{_digest(last)}"
+        last = taken[-DIGEST_BYTES:]
+        self._position = self._byte_offset, self._number, f"{len(last)}:{_digest(last)}"
         return records, self._position
 
     def take_rejects(self) -> list[Reject]:
@@ -4749,198 +4567,182 @@ class _RecordFile(_Keyed):
 
     def fingerprint(self) -> str:
         """Return size and SHA-256 of the file as stored: all of it, or beyond 64 MB both ends."""
-        from hashlib import sha256
-
         self._open()
-        size, found = self._stat.st_size, sha256()
-        ends = [(0, FINGERPRINT_BYTES), (max(FINGERPRINT_BYTES, size - FINGERPRINT_BYTES), size)]
-        for start, end in ends:
-            for at in range(start, min(end, size), BUFFER_BYTES):
-                length = min(BUFFER_BYTES, min(end, size) - at)
-                found.update(os.pread(self._file.fileno(), length, at))
+        size, part, found = self._stat.st_size, FINGERPRINT_BYTES, hashlib.sha256()
+        head = range(0, min(part, size), BUFFER_BYTES)
+        for at in (*head, *range(max(part, size - part), size, BUFFER_BYTES)):
+            found.update(os.pread(self._file.fileno(), BUFFER_BYTES, at))
         self._refuse_changed()
         return f"{size}:{found.hexdigest()}"
 
     def total(self) -> int | None:
-        """Return about how many records there are, from the lines of the first 4 MB.
-
-        Exact up to that size if there is no empty line and no line end in quotes; None for gzip.
-        """
+        """Return about how many records there are, from the lines of the first MB; None: gzip."""
         self._open()
-        if self._stream is not self._file:
-            return None
         size = self._stat.st_size - self._first
+        if self._stream is not self._file or not size:
+            return None if size else 0
         head = os.pread(self._file.fileno(), min(ESTIMATE_BYTES, size), self._first)
-        lines = head.count(b"\n") + (size == len(head) and head[-1:] not in {b"", b"\n"})
-        return round(lines * size / len(head)) if head else 0
+        lines = head.count(b"\n") + (size == len(head) and not head.endswith(b"\n"))
+        return round(lines * size / len(head))
 
-    # -- what a format adds --
+    def _split(self, text: str, limit: int, why: str) -> tuple[list[Any], int, str]:
+        """Return up to `limit` records, the lines they take, and what is wrong with the next.
 
-    def _take(self, limit: int) -> tuple[list[Any], bytes]:
-        """Return up to `limit` records and the last one's bytes; count the bytes in _offset."""
+        `why` is what is wrong behind the end of the text.
+        """
         raise NotImplementedError
 
     def _begin(self) -> None:
         """Read what stands before the first record."""
-
-    def _jumped(self) -> None:
-        """Forget what was read ahead."""
-
-    # -- the held file --
 
     def _open(self) -> None:
         if self._stream is not None:
             return
         try:
             self._await_stillness()
-            if not self.path.is_file() and self.path.stat():
+            if not stat.S_ISREG(self.path.stat().st_mode):
                 raise ConfigurationError(f"{self.path} is no regular file: it has no positions.")
-            self._file = self.path.open("rb", buffering=BUFFER_BYTES)
+            self._stream = self._file = self.path.open("rb", buffering=BUFFER_BYTES)
         except OSError as error:
-            raise SourceError(f"{self.path} cannot be read.", why=str(error)) from error
+            why = f"The working folder is {Path.cwd()}."
+            what = f"{self.path} cannot be read: {error.strerror}."
+            raise _source_letter(what, why, kind=SourceError) from error
         self._stat = os.fstat(self._file.fileno())
-        self._stream = self._file
-        if os.pread(self._file.fileno(), 2, 0) == b"\x1f\x8b":
-            import gzip
-            import io
-
-            unpacked: Any = gzip.GzipFile(fileobj=self._file)
-            self._stream = io.BufferedReader(unpacked, BUFFER_BYTES)
-        self._position, self._number = self, 0
-        self._offset = self._skip_mark()
-        self._begin()
-        self._first = self._offset
+        self._byte_offset, self._number, self._position = 0, 0, None
+        self._lines, self._trouble = [], ""
+        try:
+            self._unpack()
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+        self._first = self._byte_offset
 
     def _await_stillness(self) -> None:
         """Wait until size and time of change stay equal over settle=."""
-        if self._settle is None:
-            return
-        wait_s = _duration(self._settle).total_seconds()
         for _ in range(MAX_SETTLE_ROUNDS):
             before = _version(self.path.stat())
-            self._sleep(wait_s)
+            if self._settle_s:
+                self.host.sleep(self._settle_s)
             if _version(self.path.stat()) == before:
                 return
-        raise SourceError(
-            f"{self.path} is still being written.",
-            why=f"It was not still for {wait_s:g} s in any of {MAX_SETTLE_ROUNDS} tries.",
-            unchanged=UNCHANGED,
-        )
+        why = f"It was not still for {self._settle_s:g} s in any of {MAX_SETTLE_ROUNDS} tries."
+        raise _source_letter(f"{self.path} is still being written.", why, kind=SourceError)
 
-    def _skip_mark(self) -> int:
-        """Go past a UTF-8 byte order mark and return its length; refuse one of UTF-16 or UTF-32."""
+    def _unpack(self) -> None:
+        """Go through gzip, and past a UTF-8 byte order mark; refuse UTF-16 and UTF-32."""
+        if os.pread(self._file.fileno(), 2, 0) == b"\x1f\x8b":
+            import gzip  # only where a file is packed
+            import io
+            import zlib
+
+            unpacked: Any = gzip.GzipFile(fileobj=self._file)
+            self._stream = io.BufferedReader(unpacked, BUFFER_BYTES)
+            self._torn = (OSError, EOFError, zlib.error)
         try:
-            head = bytes(self._stream.peek(4)[:4])
-        except self._torn() as error:
-            raise self._unreadable(0, 1, str(error)) from error
+            head = self._stream.peek(4)[:4]
+        except self._torn as error:
+            raise self._unreadable(str(error)) from error
         if head[:2] in {b"\xff\xfe", b"\xfe\xff"}:
             wide = head == b"\xff\xfe\x00\x00"
             raise _not_ascii("UTF-32" if wide else "UTF-16", self.path)
-        return len(self._stream.read(3)) if head.startswith(b"\xef\xbb\xbf") else 0
+        if head.startswith(b"\xef\xbb\xbf"):
+            self._byte_offset = len(self._stream.read(3))
 
     def _refuse_changed(self) -> None:
         if _version(os.fstat(self._file.fileno())) != _version(self._stat):
-            raise PersonNeeded(
-                f"{self.path} was changed in place while it was read.",
-                why="What was read and what would follow belong to different versions.",
-                unchanged=UNCHANGED,
-                todo="Write feeds under another name and rename them; then run with --fresh.",
-            )
+            why = "Write feeds under another name and rename them: then none is a mixture."
+            raise _stale(f"{self.path} was changed in place while it was read.", why)
 
     def _go_to(self, after: Any) -> None:
         """Go to a position, if what stands before it is what stood there."""
-        self._jumped()
-        self._rejects = []
-        offset, number, digest = after or (self._first, 0, "0:")
+        if after is None:
+            after = (self._first, 0, f"0:{_digest(b'')}")
+        if not isinstance(after, tuple) or len(after) != 3:
+            raise _stale(f"{after!r} is no position in {self.path}.", "Another source has made it.")
+        self._byte_offset, self._number, digest = after
         length = int(digest.partition(":")[0])
+        self._lines, self._trouble, self._rejects = [], "", []
         try:
-            self._stream.seek(offset - length)
+            self._stream.seek(self._byte_offset - length)
             last = self._stream.read(length)
-        except self._torn() as error:
-            raise self._unreadable(offset, number, str(error)) from error
-        if after is not None and digest != f"{length}:{_digest(last)}":
-            raise PersonNeeded(
-                f"{self.path} has changed: another record {number:,} ends at byte {offset:,}.",
-                why="It was replaced, sorted or cut between two attempts.",
-                unchanged=UNCHANGED,
-                todo="Bring the old file back, or start the job with --fresh.",
-            )
-        self._offset, self._number = offset, number
+        except self._torn as error:
+            raise self._unreadable(str(error)) from error
+        if digest != f"{length}:{_digest(last)}":
+            ends = f"another record {self._number:,} ends at byte {self._byte_offset:,}"
+            why = "It was replaced, sorted or cut between two attempts."
+            raise _stale(f"{self.path} has changed: {ends}.", why)
 
-    def _lines(self, limit: int) -> list[bytes]:
-        """Return up to `limit` lines; they are not counted yet."""
-        lines: list[bytes] = []
-        try:
-            lines.extend(islice(self._stream, limit))
-        except self._torn() as error:  # extend has kept the whole lines before
-            raise self._unreadable(*self._at(lines, len(lines)), str(error)) from error
-        return lines
+    def _take(self, limit: int) -> tuple[list[Any], bytes]:
+        """Return up to `limit` records and their bytes; without bytes at the end.
 
-    def _texts(self, lines: list[bytes]) -> list[str]:
-        """Return the lines decoded all at once, without line ends."""
-        content = b"".join(lines)
+        What cannot be read is refused when it comes first; what stands before it is given out.
+        """
+        self._read_ahead(limit + MAX_RECORD_LINES)
+        content, why = b"".join(self._lines), self._trouble
         try:
             text = content.decode(self._encoding)
         except UnicodeDecodeError as error:
-            index = content.count(b"\n", 0, error.start)
-            raise self._unreadable(*self._at(lines, index), str(error)) from error
-        return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+            why = f"byte {content[error.start]:#04x} is no {error.encoding}: {error.reason}"
+            text = content[: content.rfind(b"\n", 0, error.start) + 1].decode(self._encoding)
+        records, used, why = self._split(text, limit, why)
+        if why and not used:
+            raise self._unreadable(why)
+        taken = b"".join(self._lines[:used])
+        del self._lines[:used]
+        return records, taken
 
-    def _torn(self) -> tuple[type[Exception], ...]:
-        """Return what reading raises where gzip is cut or damaged, or the disk is."""
-        from zlib import error
-
-        return EOFError, OSError, error
-
-    def _at(self, lines: list[bytes], index: int) -> tuple[int, int]:
-        """Return byte offset and number of a line's record, one record a line."""
-        before = lines[:index]
-        full = sum(1 for line in before if line.strip(b"\r\n"))
-        return self._offset + sum(map(len, before)), self._number + full + 1
-
-    # -- what is refused --
-
-    def _unreadable(self, offset: int, number: int, why: str) -> SourceError:
-        return SourceError(
-            f"{self.path}: record {number:,}, which begins at byte {offset:,}, cannot be read.",
-            why=why,
-            unchanged=UNCHANGED,
-        )
-
-    def _accepted(self, raw: list[Any], first: int) -> list[Any]:
-        """Return the records that keep= lets through, as parse= makes them."""
-        if self._keep is not None or self._parse is not None:
-            numbered = enumerate(raw, first)
-            return [record for number, one in numbered for record in self._parsed(one, number)]
-        return raw
-
-    def _parsed(self, record: Any, number: int) -> list[Any]:
-        if self._keep is not None and not self._keep(record):
-            return []
+    def _read_ahead(self, count: int) -> None:
+        """Have `count` lines in hand, or all that can be read."""
+        if self._trouble:
+            return
+        following = iter(functools.partial(self._stream.readline, MAX_LINE_BYTES), b"")
         try:
-            return [record if self._parse is None else self._parse(record)]
-        except (ValueError, KeyError) as error:
-            reason = f"record {number}: {type(error).__name__}: {error}"
-            self._rejects.append(Reject(record, reason))
-            return []
+            for line in islice(following, max(0, count - len(self._lines))):
+                if len(line) == MAX_LINE_BYTES:
+                    self._trouble = f"it has a line of {MAX_LINE_BYTES:,} bytes or more"
+                    break
+                self._lines.append(line)
+        except self._torn as error:
+            self._trouble = str(error)
+
+    def _unreadable(self, why: str) -> BatchrunError:
+        number, at = self._number + 1, self._byte_offset
+        what = f"{self.path}: record {number:,}, which begins at byte {at:,}, cannot be read."
+        return _source_letter(what, f"{why[:1].upper()}{why[1:]}.", kind=SourceError)
+
+    def _parsed(self, raw: list[Any], parse: Callable[[Any], Any]) -> list[Any]:
+        records = []
+        for number, record in enumerate(raw, self._number + 1):
+            try:
+                records.append(parse(record))
+            except (ValueError, KeyError) as error:
+                reason = f"record {number}: {type(error).__name__}: {error}"
+                self._rejects.append(Reject(record, reason))
+        return records
 
     def _refuse_thin(self) -> None:
-        least: float = self._min_records
-        why = f"min_records = {self._min_records:,}"
-        last, share = self.last_success_read, self._min_of_last
-        if last is not None and share is not None and last * share > least:
-            least, why = last * share, f"the last success read {last:,}; min_of_last = {share:g}"
-        if self._number < least:
-            raise PersonNeeded(
+        of_last = (self.last_success_read or 0) * self._min_of_last
+        if self._number < max(self._min_records, of_last):
+            raise _source_letter(
                 f"{self.path} ended after {self._number:,} records: too few.",
-                why=f"{why[0].upper()}{why[1:]}.",
-                unchanged="What was committed stays; the run is not a success.",
-                todo="Look at the feed; if it is right, lower the limit and resume.",
+                f"min_records = {self._min_records:,}; min_of_last = {self._min_of_last:g}, and the"
+                f" last success read {self.last_success_read or 0:,}.",
+                "Look at the feed; if it is right, lower the limit and resume.",
+                PersonNeeded,
             )
 
 
 def _version(found: os.stat_result) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
+
+
+def _lines_of(text: str, limit: int) -> list[str]:
+    """Return up to `limit` lines without their ends; the last one may have none."""
+    lines = text.replace("\r\n", "\n").split("\n", limit)
+    if len(lines) > limit or not lines[-1]:
+        lines.pop()  # no line: the rest, or nothing behind the last line's end
+    return lines
 
 
 def _not_ascii(encoding: str, path: Path) -> ConfigurationError:
@@ -4955,47 +4757,36 @@ def _not_ascii(encoding: str, path: Path) -> ConfigurationError:
 
 
 def _encoding(name: str, path: Path) -> str:
-    """Return the encoding if every ASCII byte in it means itself, wherever it stands."""
+    """Return the encoding if in it every byte is a character, and ASCII is ASCII; or UTF-8."""
     from codecs import lookup
 
+    everything = bytes(range(256)) + b"\x1b$B!!\x1b(B"
     try:
         found = lookup(name).name.removesuffix("-sig")
-        if found not in {"utf-8", "ascii", "iso8859-1"} and not _keeps_ascii(name):
-            raise _not_ascii(name, path)
-    except LookupError as error:
-        raise ConfigurationError(f"{name!r} is no text encoding that Python knows.") from error
+        texts = [everything.decode(encoding, "replace") for encoding in (found, "latin-1")]
+    except (LookupError, UnicodeError) as error:
+        what = f"{name!r} is no encoding that can be read."
+        raise ConfigurationError(what, why=str(error)) from error
+    own, plain = (text[:128] + text[256:] for text in texts)
+    if found != "utf-8" and (own != plain or len(texts[0]) != len(everything)):
+        raise _not_ascii(name, path)
     return found
-
-
-def _keeps_ascii(encoding: str) -> bool:
-    """Tell whether ASCII bytes mean themselves after an escape and after each other byte."""
-    try:
-        ascii_only = bytes(range(128)) + b"\x1b$B!!\x1b(B"
-        if ascii_only.decode(encoding) != ascii_only.decode("ascii"):
-            return False
-    except UnicodeError:
-        return False
-    for lead, trail in product(range(128, 256), "@A\\|~"):
-        with contextlib.suppress(UnicodeError):
-            if not bytes([lead, ord(trail)]).decode(encoding).endswith(trail):
-                return False
-    return True
 
 
 class Delimited(_RecordFile):
     """The records of a CSV or TSV file, plain or gzip, as dicts or as parse= makes them.
 
-    `key` names what identifies a record (see as_source); the position does not depend on it.
-    Without `columns` the first record names them. Tab is the delimiter of *.tsv and *.tab (also
-    *.gz), else comma; `quoting` is on unless the delimiter is tab. Every record must have a field
-    for each column; an empty line is no record (with one column it is one, with an empty field).
-    Records are counted from 1. `keep` sees a record first, as a dict; `parse` rejects one by
-    raising ValueError or KeyError. `settle` (seconds) waits at open until the file has been still
-    for that long, by `sleep`. At the end, fewer than `min_records` or `min_of_last` (a share of what the last
-    success read), rejects and those not kept included, need a person.
+    Without `columns` the first record names them; `.columns` are these, once the file is open. Tab
+    is the delimiter of *.tsv and *.tab (also *.gz), else comma; `quoting` is on unless the
+    delimiter is tab. Every record must have a field for each column; an empty line is no record
+    (with one column it is one, with an empty field). Records are counted from 1.
+    `parse` gets a dict and rejects it by raising ValueError or KeyError. `key` is as in as_source;
+    positions do not depend on it.
 
     The file is held open: replaced by rename, the old one is read to its end; changed in place, it
-    needs a person.
+    needs a person. `settle` (seconds) waits at open until it was still for that long. At the end,
+    fewer records (rejected ones included) than `min_records`, or than the share `min_of_last` of
+    what the last success read, need a person; the last, partial batch is not given out then.
     """
 
     def __init__(
@@ -5005,7 +4796,7 @@ class Delimited(_RecordFile):
         columns: Sequence[str] | None = None,
         delimiter: str | None = None,
         quoting: bool | None = None,
-        **shared: Unpack[_Shared],
+        **shared: Any,
     ) -> None:
         super().__init__(path, **shared)
         if delimiter is None:
@@ -5013,118 +4804,74 @@ class Delimited(_RecordFile):
             delimiter = "\t" if is_tsv else ","
         if len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n':
             raise ConfigurationError(f"delimiter={delimiter!r} must be one ASCII character.")
-        if isinstance(columns, str):
-            raise ConfigurationError('columns= wants a list of names, as ["sku", "quantity"].')
         self._delimiter = delimiter
         self._quoting = delimiter != "\t" if quoting is None else quoting
-        self._named = None if columns is None else list(columns)
-        self._columns: list[str] = []
-        self._reader: Any = None  # a csv.reader
-        self._open_lines: list[bytes] = []  # of the record that it is reading
-
-    @property
-    def columns(self) -> list[str]:
-        """The names of the columns in their order, once the file is open."""
-        return list(self._columns)
+        self._given = list(columns or [])
+        self._width = 0  # fields of a record; 0 while they are not known
+        self.columns: list[str] = []
 
     def _begin(self) -> None:
-        self._jumped()
-        self._columns = self._named or []
-        if self._named is None:
-            rows = self._rows(1)[0]
-            self._columns = rows[0] if rows else []
-        twice = {name for name in self._columns if self._columns.count(name) > 1}
-        if twice:
-            raise SourceError(
-                f"{self.path} has two columns of one name: {', '.join(sorted(twice))}.",
-                todo="Give columns= with names of your own for a file without a header line.",
-            )
-        self._refuse_missing_key()
-
-    def _refuse_missing_key(self) -> None:
-        if self._parse is not None or self._key is None or callable(self._key):
-            return
-        names = self._key if isinstance(self._key, tuple) else (self._key,)
-        missing = [str(name) for name in names if self._columns and name not in self._columns]
-        if missing:
-            raise ConfigurationError(
-                f"{self.path} has no column {', '.join(missing)} for key=.",
-                why=f"Its columns are {', '.join(self._columns)}.",
-            )
+        self._width, names = 0, self._given
+        while not names:
+            rows, taken = super()._take(1)
+            if not taken:
+                break
+            self._byte_offset += len(taken)
+            names = rows[0] if rows else []
+        if twice := {name for name in names if names.count(name) > 1}:
+            what = f"{self.path} has two columns of one name: {', '.join(sorted(twice))}."
+            why = "A file without a header line needs columns= with names of your own."
+            raise _source_letter(what, why, kind=SourceError)
+        self._width, self.columns = len(names), names
 
     def _take(self, limit: int) -> tuple[list[Any], bytes]:
-        rows, last = self._rows(limit)
-        columns = self._columns  # one for each field: strict= would be checked twice, at 10 %
-        return [dict(zip(columns, row)) for row in rows], last  # noqa: B905
+        rows, taken = super()._take(limit)
+        columns = self.columns  # one for each field: strict= would be checked twice, at 10 %
+        return [dict(zip(columns, row)) for row in rows], taken  # noqa: B905
 
-    def _rows(self, limit: int) -> tuple[list[list[str]], bytes]:
-        """Return the fields of up to `limit` records, and the bytes of the last."""
-        return (self._rows_in_quotes if self._quoting else self._rows_of_lines)(limit)
+    def _split(self, text: str, limit: int, why: str) -> tuple[list[Any], int, str]:
+        rows, why = self._rows(text, limit, why)
+        if self._width == 1:
+            rows = [row or [""] for row in rows]
+        is_even = {self._width}.issuperset(map(len, rows))
+        if is_even and not (self._quoting and '"' in text) and "\ufeff" not in text:
+            return rows, len(rows), why
+        used = 0
+        for index, row in enumerate(rows):
+            lines = 1 + "".join(row).count("\n")
+            if wrong := self._what_is_wrong(row, lines):
+                return [row for row in rows[:index] if row], used, wrong
+            used += lines
+        return [row for row in rows if row], used, why
 
-    def _rows_of_lines(self, limit: int) -> tuple[list[list[str]], bytes]:
-        width = len(self._columns)
-        while lines := self._lines(limit):
-            texts = self._texts(lines)
-            full = texts if width == 1 or "" not in texts else [text for text in texts if text]
-            rows = [text.split(self._delimiter) for text in full]
-            if width and not {width}.issuperset(map(len, rows)):
-                bad = [width if not text else text.count(self._delimiter) + 1 for text in texts]
-                index = next(index for index, found in enumerate(bad) if found != width)
-                raise self._wrong_width(*self._at(lines, index), bad[index])
-            self._offset += sum(map(len, lines))
-            if rows:
-                return rows, lines[-1]
-        return [], b""
+    def _rows(self, text: str, limit: int, why: str) -> tuple[list[list[str]], str]:
+        """Return the fields of up to `limit` records, none for an empty line."""
+        if not (self._quoting and ('"' in text or "\r" in text.replace("\r\n", "\n"))):
+            lines = _lines_of(text, limit)
+            return [line.split(self._delimiter) if line else [] for line in lines], why
+        import csv  # only for what needs it: splitting is faster
+        import io
 
-    def _rows_in_quotes(self, limit: int) -> tuple[list[list[str]], bytes]:
-        from csv import Error
-
-        unreadable: tuple[type[Exception], ...] = (Error, ValueError, *self._torn())
         rows: list[list[str]] = []
-        width, last = len(self._columns), [b""]
+        lines_in_c = io.StringIO(text, newline="\n")
+        reader = csv.reader(lines_in_c, delimiter=self._delimiter, strict=True)
         try:
-            for found in self._csv_reader():
-                row = found or [""] * (width == 1)
-                if row:
-                    if width not in {0, len(row)}:
-                        raise self._wrong_width(*self._begun(rows), len(row))
-                    rows.append(row)
-                last, self._open_lines = self._open_lines, []
-                if len(rows) == limit:
-                    break
-        except unreadable as error:
-            why = "a quote that opens in it is still open at the end of the file"
-            why = why if str(error) == "unexpected end of data" else str(error)
-            raise self._unreadable(*self._begun(rows), why) from error
-        return rows, b"".join(last)
+            rows.extend(islice(reader, limit))  # keeps the rows before an error
+        except csv.Error as error:
+            if str(error) != "unexpected end of data":
+                why = str(error)
+            elif not why:
+                why = LONG_QUOTE if text.count("\n") > MAX_RECORD_LINES else OPEN_QUOTE
+        return rows, why
 
-    def _csv_reader(self) -> Any:
-        if self._reader is None:
-            from csv import reader
-
-            self._reader = reader(self._fed(), delimiter=self._delimiter, strict=True)
-        return self._reader
-
-    def _fed(self) -> Iterator[str]:
-        """Give the csv reader its lines: it takes no more than the record needs."""
-        for line in self._stream:
-            self._open_lines.append(line)
-            self._offset += len(line)
-            if len(self._open_lines) > MAX_RECORD_LINES:
-                raise ValueError(f"a quote is still open after {MAX_RECORD_LINES} lines")
-            yield line.decode(self._encoding)
-
-    def _begun(self, rows: list[list[str]]) -> tuple[int, int]:
-        """Return byte offset and number of the record that is being read."""
-        return self._offset - sum(map(len, self._open_lines)), self._number + len(rows) + 1
-
-    def _jumped(self) -> None:
-        self._reader, self._open_lines = None, []
-
-    def _wrong_width(self, offset: int, number: int, found: int) -> SourceError:
-        return self._unreadable(
-            offset, number, f"it has {found} fields; the columns are {len(self._columns)}"
-        )
+    def _what_is_wrong(self, row: list[str], lines: int) -> str:
+        if lines > MAX_RECORD_LINES:
+            return LONG_QUOTE
+        if row and row[0].startswith("\ufeff"):
+            return "a byte order mark stands before it, as where files were joined"
+        if row and len(row) != (self._width or len(row)):
+            return f"it has {len(row)} fields; the columns are {self._width}"
+        return ""
 
 
 class JsonLines(_RecordFile):
@@ -5133,49 +4880,22 @@ class JsonLines(_RecordFile):
     An empty line is no record. The other arguments, and what ends the reading, are Delimited's.
     """
 
-    def __init__(self, path: str | os.PathLike[str], **shared: Unpack[_Shared]) -> None:
-        super().__init__(path, **shared)
-
-    def _take(self, limit: int) -> tuple[list[Any], bytes]:
-        from json import loads
-
-        while lines := self._lines(limit):
-            records = []
-            for index, text in enumerate(self._texts(lines)):
-                try:
-                    if text:
-                        records.append(loads(text))
-                except (ValueError, RecursionError) as error:
-                    why = f"it is no JSON: {error}"
-                    raise self._unreadable(*self._at(lines, index), why) from error
-            self._offset += sum(map(len, lines))
-            if records:
-                return records, lines[-1]
-        return [], b""
+    def _split(self, text: str, limit: int, why: str) -> tuple[list[Any], int, str]:
+        records = []
+        for used, line in enumerate(lines := _lines_of(text, limit)):
+            try:
+                if line:
+                    records.append(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                return records, used, f"it is no JSON: {error}"
+        return records, len(lines), why
 
 
-# --- callables and iterables ---
-
-
-class _Called(_Keyed):
-    """A function read(after, limit) as a source."""
-
-    def __init__(self, function: Callable[[Any, int], Any], key: Key | None) -> None:
-        super().__init__(key)
-        self._function = function
-
-    def read(self, after: Any, limit: int) -> Any:
-        got = self._function(after, limit)
-        if isinstance(got, list) and got:
-            self._resolve(got[0])
-        return got
-
-
-class _Iterated(_Keyed):
+class _Iterated:
     """An iterable as a source; cursor = (records consumed, digest of the last one)."""
 
     def __init__(self, iterable: Iterable[Any], key: Key | None) -> None:
-        super().__init__(key)
+        self.key, self._is_keyed = _getter(key), key is not None
         self._iterable, self._rest = iterable, iter(iterable)
         self._position: tuple[int, str] = (0, "")
 
@@ -5183,40 +4903,30 @@ class _Iterated(_Keyed):
         return len(self._iterable) if isinstance(self._iterable, Sized) else None
 
     def read(self, after: Any, limit: int) -> tuple[list[Any], Any]:
-        wanted = (0, "") if after is None else tuple(after)
-        if wanted != self._position:
-            self._skip_to(wanted)
+        self._skip_to((0, "") if after is None else after)
         records = list(islice(self._rest, limit))
         if not records:
             return [], None
         self._position = self._position[0] + len(records), self._identity(records[-1])
         return records, self._position
 
-    def _skip_to(self, wanted: tuple[Any, ...]) -> None:
-        count = wanted[0]
+    def _skip_to(self, wanted: Any) -> None:
+        count = wanted[0] if isinstance(wanted, tuple) else 0
         if count < self._position[0]:
             self._rest, self._position = iter(self._iterable), (0, "")
             if self._rest is self._iterable:
-                raise JobError(
-                    "An iterator cannot be read again from an earlier record.",
-                    todo="Pass a list, or a Delimited, JsonLines or Query.",
-                )
-        skipped, found = count - self._position[0], self._position[1]
-        if skipped:
-            last = next(islice(self._rest, skipped - 1, skipped), self)
-            found = "" if last is self else self._identity(last)
-        if (count, found) != wanted:
-            raise PersonNeeded(
-                "The iterable gives other records than before.",
-                why=f"Its record {count:,} is another one, or missing.",
-                unchanged=UNCHANGED,
-                todo="Make it give the same records in the same order, or start with --fresh.",
-            )
-        self._position = count, found
+                what = "An iterator cannot be read again from an earlier record."
+                raise JobError(what, todo="Pass a list, or a Delimited, JsonLines or Query.")
+        skipped = count - self._position[0]
+        for last in islice(self._rest, max(skipped - 1, 0), skipped):
+            self._position = count, self._identity(last)
+        if self._position != wanted:
+            why = f"Its record {count:,} is another one, or missing."
+            raise _stale("The iterable gives other records than before.", why)
 
     def _identity(self, record: Any) -> str:
         """Return the digest of the record's key, or of its text without a key."""
-        text = repr(record if self._key is None else self.key(record))
+        text = repr(self.key(record) if self._is_keyed else record)
         if " at 0x" in text:
             raise ConfigurationError(
                 f"A record cannot be known again by its text {text[:80]}.",
@@ -5229,48 +4939,33 @@ class _Iterated(_Keyed):
 def as_source(source: Any, key: Key | None = None) -> Source:
     """Return a source for a Source, a callable read(after, limit), or an iterable.
 
-    `key` is a field or attribute name, a position from 0, a tuple of these, or a callable.
+    `key` is a field or attribute name, a position from 0, several of these, or a callable.
     """
     kind = type(source).__name__
     if callable(getattr(source, "read", None)) and callable(getattr(source, "key", None)):
         if key is not None:
             raise ConfigurationError(f"Give key= to {kind}(...) itself, not beside it.")
-        return source  # type: ignore[no-any-return]
-    if key is not None and not callable(key):
-        _getter(key, {})
-    _refuse_no_source(source)
-    return _Called(source, key) if callable(source) else _Iterated(source, key)
-
-
-def _refuse_no_source(source: object) -> None:
-    kind = type(source).__name__
-    if isinstance(source, set | frozenset):
+        return cast("Source", source)
+    if callable(source):
+        return cast("Source", SimpleNamespace(read=source, key=_getter(key)))
+    no_records = isinstance(source, set | frozenset | dict | str | bytes | bytearray)
+    if no_records or not isinstance(source, Iterable):
         raise ConfigurationError(
-            "A set is no source: its order changes from process to process.",
-            todo="Pass sorted(...) of it.",
+            f"A {kind} is no source of records in a lasting order.",
+            todo="Pass a list, sorted() of a set, items() of a dict, or a read(after, limit).",
         )
-    if isinstance(source, dict | str | bytes | bytearray):
-        todo = f"Pass {'list(it.items())' if isinstance(source, dict) else 'a list of records'}."
-        raise ConfigurationError(f"A {kind} is no source of records.", todo=todo)
-    if not callable(source) and not isinstance(source, Iterable):
-        raise ConfigurationError(
-            f"A {kind} is no source of records.",
-            why="It has no read and key, cannot be called, and cannot be iterated over.",
-        )
+    return _Iterated(source, key)
 
 
-# --- filling batches ---
-
-
-class Page(NamedTuple):
+class Portion(NamedTuple):
     """The records of one batch, and where the next one begins."""
 
     records: list[Any]
     cursor: Any  # behind the last record; the one before if nothing was read or this is the end
     ended: bool  # no more can come
     rejects: list[Reject]  # read and refused by the source, up to the cursor
-    first_key: Any  # None without records, or without a key
-    last_key: Any
+    first_key: Any = None  # None without records, or without a key
+    last_key: Any = None
 
 
 class Reader:
@@ -5278,15 +4973,17 @@ class Reader:
 
     A batch holds at most `limit` records and rejects together, unless one opaque answer is longer:
     that is not split, and waits for a batch of its own. It is shorter only at the end, or before
-    such an answer. `after` and `ended` are those of the last Page that was committed.
+    such an answer. `after` and `ended` are those of the last Portion that was committed.
     """
 
-    def __init__(self, source: Source, after: Any, ended: bool = False, name: str = "main") -> None:
+    def __init__(
+        self, source: Source, after: Any, *, ended: bool = False, name: str = "main"
+    ) -> None:
         self._source, self._cursor, self._ended, self._name = source, after, ended, name
-        self._waiting: Page | None = None
-        self._landmark, self._until_next, self._interval = after, 1, 1
+        self._waiting: Portion | None = None
+        self._answers, self._landmark = 0, after
 
-    def read_batch(self, limit: int) -> Page:
+    def read_batch(self, limit: int) -> Portion:
         """Return the next batch; without records and rejects, and ended, once all was read.
 
         Rejects may come without a record.
@@ -5295,98 +4992,64 @@ class Reader:
             raise ConfigurationError(f"A batch of {limit} records cannot be read.")
         start, records, rejects = self._cursor, list[Any](), list[Reject]()
         while (room := limit - len(records) - len(rejects)) > 0 and not self._ended:
-            page = self._waiting or self._read(room)
-            self._waiting = page if room < len(page.records) + len(page.rejects) else None
-            if self._waiting and room < limit:
+            portion, self._waiting = self._waiting or self._read(room), None
+            if len(portion.records) + len(portion.rejects) > room and room < limit:
+                self._waiting = portion
                 break
-            self._waiting = None
-            records += page.records
-            rejects += page.rejects
-            self._cursor, self._ended = page.cursor, page.ended
+            records += portion.records
+            rejects += portion.rejects
+            self._cursor, self._ended = portion.cursor, portion.ended
         if not records:
-            return Page([], self._cursor if rejects else start, self._ended, rejects, None, None)
+            return Portion([], self._cursor if rejects else start, self._ended, rejects)
         first, last = (_plain_key(self._source.key(records[index])) for index in (0, -1))
-        return Page(records, self._cursor, self._ended, rejects, first, last)
+        return Portion(records, self._cursor, self._ended, rejects, first, last)
 
-    def _read(self, room: int) -> Page:
+    def _read(self, room: int) -> Portion:
         got = self._source.read(self._cursor, room)
+        rejects = list(getattr(self._source, "take_rejects", list)())
         if isinstance(got, list):
             cursor = self._checked_keys(got[:room]) if got else self._cursor
-            return Page(got[:room], cursor, not got, self._rejects(), None, None)
-        if isinstance(got, tuple) and isinstance(got[0], list):
-            records, following = got
-            ended = following is None
-            if not ended:
-                self._check_advance(following)
-            cursor = self._cursor if ended else following
-            return Page(records, cursor, ended, self._rejects(), None, None)
-        raise JobError(
-            f"The source of loop {self._name} read a {type(got).__name__}.",
-            why="read(after, limit) returns a list of records, or (list of records, next cursor).",
-        )
-
-    def _rejects(self) -> list[Reject]:
-        take = getattr(self._source, "take_rejects", None)
-        return [] if take is None else list(take())
+            return Portion(got[:room], cursor, not got, rejects)
+        if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[0], list)):
+            raise self._broken_contract(f"returned a {type(got).__name__}")
+        records, following = got
+        if following is None:
+            return Portion(records, self._cursor, ended=True, rejects=rejects)
+        self._check_advance(following)
+        return Portion(records, following, ended=False, rejects=rejects)
 
     def _checked_keys(self, records: list[Any]) -> Any:
         """Return the last key, if keys ascend strictly from the cursor on."""
-        key = self._source.key
-        if (first := key(records[0])) is None:
-            raise JobError(
-                f"The source of loop {self._name} read a list, so it needs a key.",
-                why="The key of the last record says where to go on.",
-                todo="Give key=, or return (records, next cursor).",
-            )
+        keys = [_plain_key(self._source.key(record)) for record in records]
+        if keys[0] is None:
+            raise self._broken_contract("returned a list, so it needs a key")
+        way = keys if self._cursor is None else [self._cursor, *keys]
         try:
-            if self._cursor is not None and not self._cursor < first:
-                raise self._standstill(f"after {self._cursor!r} came {first!r}")
-            # Sorting backwards keeps equal keys in order: only strict ascent gives the mirror image
-            # (equal records aside). All of it happens in C.
-            if sorted(records, key=key, reverse=True) != records[::-1]:
-                self._check_ascent([_comparable(key(record)) for record in records])
+            for before, after in pairwise(way):
+                if not before < after:
+                    why = f"does not advance: after {before!r} came {after!r}"
+                    raise self._broken_contract(why)
         except TypeError as error:
-            raise JobError(
-                f"The keys of loop {self._name} cannot be compared: {error}.",
-                why=f"The cursor is {self._cursor!r}, the first key {first!r}.",
-                unchanged=UNCHANGED,
-                todo="Take a key whose values are all of one type and never None.",
-            ) from error
-        return _plain_key(key(records[-1]))
-
-    def _check_ascent(self, keys: list[Any]) -> None:
-        for index, rises in enumerate(map(lt, keys, keys[1:])):
-            if not rises:
-                raise JobError(
-                    f"The source of loop {self._name} is not in the order of its key.",
-                    why=f"Record {index + 2} has {keys[index + 1]!r}, after {keys[index]!r}.",
-                    unchanged=UNCHANGED,
-                    todo="Order by the whole key, ascending, and add columns until it is unique.",
-                )
+            why = f"has keys that cannot be compared: {error}, after {self._cursor!r}"
+            raise self._broken_contract(why) from error
+        return keys[-1]
 
     def _check_advance(self, following: Any) -> None:
-        """Refuse a next cursor that was there before (Brent's search for a cycle)."""
+        """Refuse a next cursor that was there before: the last one, or a landmark of the way."""
         if following in (self._cursor, self._landmark):
-            raise self._standstill(f"after {self._cursor!r} it says to go on at {following!r}")
-        self._until_next -= 1
-        if self._until_next == 0:
-            self._interval *= 2
-            self._landmark, self._until_next = following, self._interval
+            why = f"does not advance: after {self._cursor!r} it goes on at {following!r}"
+            raise self._broken_contract(why)
+        self._answers += 1
+        if self._answers.bit_count() == 1:  # 1, 2, 4, 8 ...: far enough apart for any circle
+            self._landmark = following
 
-    def _standstill(self, why: str) -> JobError:
-        return JobError(
-            f"The source of loop {self._name} does not advance: {why}.",
-            unchanged=UNCHANGED,
-            todo="read(after, limit) must return only what comes after the cursor.",
+    def _broken_contract(self, why: str) -> BatchrunError:
+        return _source_letter(
+            f"The source of loop {self._name} {why}.",
+            "read(after, limit) returns a list of records, their keys ascending strictly from"
+            " `after` on, or (list of records, next cursor).",
+            "Order by the whole key, ascending, and add columns until it is unique.",
         )
-
-
-def _comparable(key: Any) -> Any:
-    """Return the key with datetimes in UTC: those of one zone compare by their wall clocks."""
-    if isinstance(key, tuple):
-        return tuple(_comparable(part) for part in key)
-    aware = isinstance(key, datetime) and key.tzinfo is not None
-    return key.astimezone(UTC) if aware else key
 
 
 # ======================================================================================
