@@ -2857,6 +2857,7 @@ def _open_known(path: Path, host: Host, name: str, ways: int) -> Ledger:
         if connection.pragma("application_id") != APPLICATION_ID:
             raise ledger_lost(path, "it is not a batchrun ledger")
         version = require_known_version(connection, path)
+        ledger.uuid = _uuid_in(connection, path)
         if ways == READ_ONLY and version < SCHEMA_VERSION:
             raise StateDirectoryError(
                 f"The ledger {path} has version {version}, not migrated to {SCHEMA_VERSION} yet.",
@@ -2867,7 +2868,6 @@ def _open_known(path: Path, host: Host, name: str, ways: int) -> Ledger:
             if version < SCHEMA_VERSION:
                 _migrate(path, connection, host)
             _configure(connection)
-        ledger.uuid = _uuid_in(connection, path)
     except BaseException:
         connection.close(force=True)
         raise
