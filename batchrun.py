@@ -1652,12 +1652,10 @@ def _checkpoint_of(body: bytes) -> Checkpoint:
         raise BrokenCheckpoint("its body is not JSON") from error
     if not isinstance(fields, dict) or fields.keys() != CHECKPOINT_FIELDS.keys():
         raise BrokenCheckpoint("its body has not the fields of a checkpoint")
-    for name, kinds in CHECKPOINT_FIELDS.items():
-        if type(fields[name]) not in kinds:
-            raise BrokenCheckpoint(f"its field `{name}` has the wrong type")
-    for name, inner in INNER_FIELDS.items():
-        if inner != fields[name].keys():
-            raise BrokenCheckpoint(f"its field `{name}` has not the fields that belong there")
+    wrong = [name for name, kinds in CHECKPOINT_FIELDS.items() if type(fields[name]) not in kinds]
+    wrong = wrong or [name for name in INNER_FIELDS if fields[name].keys() != INNER_FIELDS[name]]
+    if wrong:
+        raise BrokenCheckpoint(f"its field `{wrong[0]}` is not what it should be")
     try:
         decode_cursor(fields["cursor"])
     except Exception as error:
@@ -5677,8 +5675,10 @@ def retire_witnesses(ledger: Ledger, store: CheckpointStore) -> None:
         store.remove(run.id)
 
 
-def check(ledger: Ledger, store_of: Callable[[str], CheckpointStore]) -> list[Finding]:
-    """Return everything that is wrong with ledger, checkpoints and marks; changes nothing."""
+def check(
+    ledger: Ledger, store_of: Callable[[str], CheckpointStore], jobs: Iterable[str]
+) -> list[Finding]:
+    """Return what is wrong with ledger, checkpoints and marks; changes nothing."""
     findings = []
     damage = ledger.damage()
     if damage:
@@ -5690,6 +5690,10 @@ def check(ledger: Ledger, store_of: Callable[[str], CheckpointStore]) -> list[Fi
         findings.append(Finding(what, why, f"fuser -v {ledger.path}"))
     for run in ledger.latest_of_each_job():
         findings += check_run(ledger, store_of(run.job), run)
+        if run.job not in jobs and not run.finished:
+            what = f"run {run.id} of {run.job} is unfinished, and the job is configured no more"
+            todo = f"batchrun cancel {run.id}"
+            findings.append(Finding(what, "nothing goes on with it", todo))
     return findings
 
 
@@ -6302,6 +6306,7 @@ def listen(worker: Worker) -> None:
 # and never evidence: the run's edge is made from the row that the worker recorded under its own
 # generation. The lock is released only when the worker's process group is proven empty.
 
+TOLD_BY_THE_WORKER = (ExitCode.STATE_DIRECTORY, ExitCode.LOST_OWNERSHIP)  # it records no ending
 COUNTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WATCH_INTERVAL_S = 0.2
 ONE_STOP_S = {signal.SIGINT: 0.2}  # a second signal sooner than this is the same one
@@ -6602,8 +6607,8 @@ class Supervisor:
         code = ExitCode(attempt.exit_code or ExitCode.FAILED)
         if run.state == RunState.INTERRUPTED and self._stops.count:
             code = ExitCode.STOPPED
-        elif run.state == RunState.INTERRUPTED and status == ExitCode.STATE_DIRECTORY:
-            code = ExitCode.STATE_DIRECTORY
+        elif run.state == RunState.INTERRUPTED and status in TOLD_BY_THE_WORKER:
+            code = ExitCode(status)
         return Outcome(code, run, self._letter(run, attempt), released=released)
 
     def _letter(self, run: Run, attempt: Attempt) -> str:
@@ -7336,7 +7341,8 @@ def resume_all(app: App) -> ExitCode:
         ledger = app.ledger(write=True)
     except NotFound:
         return ExitCode.DONE
-    due = [run for run in ledger.all_unfinished() if is_due(ledger, run, app.host)]
+    unfinished = [run for run in ledger.all_unfinished() if run.job in app.config.jobs]
+    due = [run for run in unfinished if is_due(ledger, run, app.host)]
     ledger.close()
     worst = ExitCode.DONE
     for run in due:
@@ -7354,11 +7360,11 @@ def resume_all(app: App) -> ExitCode:
 
 def is_due(ledger: Ledger, run: Run, host: Host) -> bool:
     """Tell whether the tick goes on with a run: nobody decided against it, nobody owns it."""
-    if run.state in (RunState.RESERVED, RunState.RUNNING):
-        attempt = ledger.last_attempt(run)
-        return attempt is None or not host.is_alive(attempt.supervisor)
     if is_paused_by_person(run):
         return False
+    if run.state in OWNED:
+        attempt = ledger.last_attempt(run)
+        return attempt is None or not host.is_alive(attempt.supervisor)
     return run.state in (RunState.WAITING, RunState.INTERRUPTED, RunState.PAUSED)
 
 
@@ -7494,7 +7500,7 @@ def ask(app: App, name: str, request: Request) -> ExitCode:
 def check_command(app: App) -> ExitCode:
     """Compare ledger and checkpoints; changes nothing."""
     ledger = app.ledger(write=False)
-    findings = check(ledger, app.state.store)
+    findings = check(ledger, app.state.store, app.config.jobs)
     for store in app.state.stores():
         require_witnesses_known(ledger, store)
     lines = [f"{f.what}\n  {f.why}\n  to type: {f.todo}" for f in findings]

@@ -422,9 +422,10 @@ def test_an_admission_that_is_refused_changes_nothing(ledger: Ledger) -> None:
         raise PersonNeeded("No.")
 
     before = everything(ledger)
-    for asked in ("require_admission", "require_may_go_on"):
-        with pytest.raises(PersonNeeded):
-            ledger.admit("sync", start(**{asked: refuse}), lambda _: Agreement())
+    with pytest.raises(PersonNeeded):
+        admit(ledger, require_admission=refuse)
+    with pytest.raises(PersonNeeded):
+        admit(ledger, require_may_go_on=refuse)
     with pytest.raises(PersonNeeded):
         ledger.admit("sync", start(), refuse)
     with pytest.raises(PersonNeeded, match="was started with other settings"):
