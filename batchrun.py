@@ -5968,10 +5968,9 @@ class Worker:
                 todo="Add a converter to @job(resumes={...}), install that version again, or type:"
                 f" batchrun run {self._order.job} --fresh",
             )
-        same = checkpoint.settings == self._settings_digest
-        changed = (
-            [] if same else changed_settings(self._run.settings, settings, self._config.folder)
-        )
+        if checkpoint.settings == self._settings_digest:
+            return
+        changed = changed_settings(self._run.settings, settings, self._config.folder)
         if changed and "settings" not in self._order.acceptances:
             raise PersonNeeded(
                 f"Settings of {self._order.job} changed since run {self._run.id} began:"
