@@ -1847,8 +1847,10 @@ MOVE_ON = """UPDATE run SET number = :number, hash = :hash, checkpoint = :conten
   batches = :batches, read = :read, rejected = :rejected, counts = :counts,
   read_s = read_s + :read_s, work_s = work_s + :work_s, own_s = own_s + :own_s
   WHERE key = :key AND generation = :generation AND number = :number - 1 RETURNING request"""
+# The edge that honours a request clears it; a new attempt outdates a pause, never a cancel.
 MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error = :error,
-  ended_at = iif(:ends, :now, NULL), request = iif(:ends OR request = :honours, NULL, request)
+  ended_at = iif(:ends, :now, NULL), request = iif(
+    :ends OR (request = 'pause' AND :to IN ('paused', 'reserved')), NULL, request)
   WHERE key = :key AND state = :state RETURNING 1"""
 LINK_COLUMNS = ("first_key", "last_key", "read", "rejected", "counts", "elapsed_s")
 
@@ -1947,17 +1949,11 @@ class Start:
     fresh_in_a_row: int = 0
 
 
-# The edge that honours a request clears it; a new attempt outdates a pause, never a cancel.
-HONOURED_BY = {RunState.PAUSED: Request.PAUSE, RunState.RESERVED: Request.PAUSE}
-
 STATE_AFTER = {
     Ending.SUCCEEDED: RunState.SUCCEEDED,
     Ending.STOPPED: RunState.PAUSED,
-    Ending.RAISED: RunState.FAILED,
-    Ending.REFUSED: RunState.FAILED,
-    Ending.CHANGED: RunState.FAILED,
     Ending.DIED: RunState.INTERRUPTED,
-}
+}  # and failed after every other ending
 
 TABLES: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch"}
 READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> value of a column
@@ -2216,7 +2212,7 @@ class Ledger:
             if run is not None:
                 run = self._settled(run, start, said)
             if start.only_resume and (run is None or run.finished):
-                return Admission(self._none_to_resume(job), 0, said)
+                return Admission(run or self._finished_meanwhile(job), 0, said)
             if run is None or run.finished:
                 run = self._insert_run(job, start)
             else:
@@ -2226,8 +2222,7 @@ class Ledger:
         reach("admit.committed")
         return Admission(self.run(run.key), generation, said)
 
-    def _none_to_resume(self, job: str) -> Run:
-        """Return the job's newest run, which somebody else has finished meanwhile."""
+    def _finished_meanwhile(self, job: str) -> Run:
         run = self.latest(job)
         if run is None:
             raise NotFound(f"The job {job} has never run.", todo=f"Type: batchrun run {job}")
@@ -2346,10 +2341,11 @@ class Ledger:
             LostOwnership: another generation took over; nothing was changed.
             OutcomeUnknown: rename, fsync or COMMIT failed.
         """
-        generation, number = checkpoint.generation, checkpoint.number
+        number = checkpoint.number
         with self._writing():
             reach("ledger.begun", number)
-            request = self._apply_commit(run, checkpoint, content, digest, generation, *spent)
+            fence = checkpoint.generation
+            request = self._apply_commit(run, checkpoint, content, digest, fence, *spent)
             self._confirm_rejects(run, checkpoint)
             publish()
             reach("ledger.commit", number)
@@ -2445,7 +2441,7 @@ class Ledger:
         self._write_end(run.key, run.generation, seen)
         sql = "SELECT ending, reason, error FROM attempt WHERE run = ? AND generation = ?"
         ending, reason, error = self._sql(sql, (run.key, run.generation)).fetchone()
-        state = STATE_AFTER[Ending(ending)]
+        state = STATE_AFTER.get(ending, RunState.FAILED)
         if ending == Ending.STOPPED and run.request == Request.CANCEL:
             state = RunState.CANCELLED
         return self._move(run, state, who=who, why=error or "", reason=reason)
@@ -2550,7 +2546,7 @@ class Ledger:
                 f"Run {run.id} is {run.state}; there is no edge from there to {to}."
             )
         bound = {"key": run.key, "state": run.state, "to": to, "reason": reason}
-        bound |= {"now": self._host.now(), "ends": to in FINISHED, "honours": HONOURED_BY.get(to)}
+        bound |= {"now": self._host.now(), "ends": to in FINISHED}
         bound["error"] = why if to in (RunState.FAILED, RunState.INTERRUPTED) else None
         if self._sql(MOVE, bound).fetchone() is None:
             raise IllegalTransition(f"Run {run.id} was no longer {run.state}.")
@@ -5556,11 +5552,7 @@ VERDICTS: tuple[tuple[str, str, Callable[[Found], bool]], ...] = (
         "the ledger is behind the events that the checkpoint names",
         lambda f: f.file.event > f.newest_event,
     ),
-    (
-        GO_ON,
-        "checkpoint and ledger agree",
-        lambda f: f.ahead == 0 and f.digest == f.run.hash,
-    ),
+    (GO_ON, "checkpoint and ledger agree", lambda f: f.ahead == 0 and f.digest == f.run.hash),
     (
         FORWARD,
         "the checkpoint is one commit ahead and hangs on the ledger's newest",
