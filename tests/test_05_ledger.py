@@ -612,17 +612,25 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, out + err
 
 
-NOTES = """
+WRITER = """
 ledger = batchrun.open_ledger(Path(sys.argv[1]), batchrun.Host(), create=False)
-for number in range(200):
+run = ledger.unfinished(sys.argv[2])
+for number in range(100):
     ledger.note("child", "written", str(number))
+    ledger.begin_batches(run, 1, number) if number == 0 else ledger.stage_rejects(
+        run, 1, 1, "main", [batchrun.Reject(str(number), "reads first, writes later")]
+    )
 """
 
 
 def test_eight_writers_of_two_hundred_rows_meet_no_error(ledger: Ledger, path: Path) -> None:
-    writers = [child(NOTES, path) for _ in range(8)]
+    jobs = [f"job{number}" for number in range(8)]
+    for job in jobs:
+        opened(ledger, job=job, run_id=job)
+    writers = [child(WRITER, path, job) for job in jobs]
     assert [finished(writer) for writer in writers] == [(0, "")] * 8
-    assert len(ledger.events(what="written")) == 1600
+    assert len(ledger.events(what="written")) == 800
+    assert {run.state for run in ledger.all_unfinished()} == {RunState.RUNNING}
     assert ledger.damage() == ""
 
 
