@@ -1382,9 +1382,8 @@ def changed_settings(before: Mapping[str, str], settings: object, folder: Path) 
 # state/checkpoints/JOB/RUN.json is one header line and one body:
 #
 #   batchrun-checkpoint FORMAT SHA256 LENGTH\n      SHA256 and LENGTH (bytes) of the body
-#   {                                               the body: a JSON object, one field a line,
-#   "ledger": "...",                                ended by a newline; nothing follows it
-#   ...}
+#   {"ledger": "...",                               the body: a JSON object, one value a line,
+#   ...}\n                                          ended by a newline; nothing follows it
 #
 # A checkpoint is valid if and only if the header has these four words, FORMAT is known, the body
 # has exactly LENGTH bytes, its SHA-256 is SHA256, nothing follows, the whole is not larger than
@@ -1403,6 +1402,9 @@ CURSOR_MAX_BYTES = 65_536
 PLAIN_INT_MAX = 2**53
 
 _compact = json.JSONEncoder(ensure_ascii=False, separators=(", ", ": "), allow_nan=False).encode
+_a_value_a_line = json.JSONEncoder(
+    ensure_ascii=False, separators=(",\n", ": "), allow_nan=False
+).encode
 
 
 class CursorError(JobError):
@@ -1593,8 +1595,7 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> tuple[bytes, str]:
     Raises:
         CursorError: it would not read back as it was written; says why.
     """
-    fields = ",\n".join(f'"{name}": {_compact(item)}' for name, item in vars(checkpoint).items())
-    body = f"{{\n{fields}\n}}\n".encode()
+    body = f"{_a_value_a_line(vars(checkpoint))}\n".encode()
     digest = hashlib.sha256(body).hexdigest()
     content = f"{CHECKPOINT_MAGIC} {CHECKPOINT_FORMAT} {digest} {len(body)}\n".encode() + body
     try:
