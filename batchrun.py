@@ -1380,14 +1380,14 @@ def changed_settings(before: Mapping[str, str], settings: object, folder: Path) 
 # state/checkpoints/JOB/RUN.json is one header line and one body:
 #
 #   batchrun-checkpoint FORMAT SHA256 LENGTH\n      SHA256 and LENGTH (bytes) of the body
-#   {                                               the body: a JSON object, one field a line,
-#   "ledger": "...",                                ended by a newline; nothing follows it
-#   ...}
+#   {"ledger": "...",                               the body: a JSON object, one value a line,
+#   ...}\n                                          ended by a newline; nothing follows it
 #
 # A checkpoint is valid if and only if the header has these four words, FORMAT is known, the body
-# has exactly LENGTH bytes, its SHA-256 is SHA256, nothing follows, and the body has every field
-# of `Checkpoint` with its type and no other. The same function judges it before it is written and
-# after it is read.
+# has exactly LENGTH bytes, its SHA-256 is SHA256, nothing follows, the whole is not larger than
+# CHECKPOINT_MAX_BYTES, and the body is strict JSON that has every field of `Checkpoint` with its
+# type and no other, and a cursor that can be decoded. The same function judges it before it is
+# written and after it is read.
 #
 # SHA256 is the commit's hash. Each body carries `previous`, the hash of the commit before it, so
 # the commits of a run are a chain; commit 1 hangs on `first_hash`, made from the ledger's uuid,
@@ -1400,10 +1400,23 @@ CURSOR_MAX_BYTES = 65_536
 PLAIN_INT_MAX = 2**53
 
 _compact = json.JSONEncoder(ensure_ascii=False, separators=(", ", ": "), allow_nan=False).encode
+_a_value_a_line = json.JSONEncoder(
+    ensure_ascii=False, separators=(",\n", ": "), allow_nan=False
+).encode
 
 
 class CursorError(JobError):
     """A cursor that cannot be stored and read back as the same value."""
+
+
+class BrokenCheckpoint(BatchrunError):
+    """A checkpoint file that is not valid; says in which way."""
+
+    exit_code = ExitCode.PERSON_NEEDED
+
+
+class NewerFormat(StateDirectoryError):
+    """A file that a newer batchrun wrote; it is not touched."""
 
 
 def encode_cursor(value: object) -> str:
@@ -1417,10 +1430,11 @@ def encode_cursor(value: object) -> str:
     """
     try:
         text = _compact(_to_plain(value))
-    except ValueError as error:
+        size = len(text.encode())
+    except (ValueError, RecursionError) as error:
         raise CursorError(f"The cursor {value!r} cannot be stored: {error}.") from error
-    if len(text) > CURSOR_MAX_BYTES:
-        raise CursorError(f"The cursor takes {len(text)} bytes; {CURSOR_MAX_BYTES} are allowed.")
+    if size > CURSOR_MAX_BYTES:
+        raise CursorError(f"The cursor takes {size} bytes; {CURSOR_MAX_BYTES} are allowed.")
     return text
 
 
@@ -1432,11 +1446,15 @@ def decode_cursor(text: str) -> Any:
 def require_round_trip(value: object) -> None:
     """Refuse a cursor that would come back as another value or another type.
 
+    Encodings are compared, not values: Python calls a moment in the hour that a zone has twice
+    unequal to itself in any other zone.
+
     Raises:
         CursorError: says which value, and what it would have become.
     """
-    back = decode_cursor(encode_cursor(value))
-    if type(back) is not type(value) or back != value or _offset(back) != _offset(value):
+    text = encode_cursor(value)
+    back = decode_cursor(text)
+    if type(back) is not type(value) or encode_cursor(back) != text:
         raise CursorError(
             f"The cursor {value!r} would come back as {back!r}.",
             why="Going on from it would skip or repeat records.",
@@ -1445,84 +1463,66 @@ def require_round_trip(value: object) -> None:
         )
 
 
-def _offset(value: object) -> object:
-    """Return what two equal datetimes may still differ in."""
-    return (getattr(value, "utcoffset", lambda: None)(), getattr(value, "fold", 0))
-
-
 def _to_plain(value: Any) -> Any:
     """Return the JSON form of a cursor value."""
     kind = type(value).__name__
     if value is None or kind in ("str", "bool") or (kind == "int" and abs(value) < PLAIN_INT_MAX):
         return value
     if kind == "list":
-        return list(map(_to_plain, value))
-    if kind not in _TAGGED:
-        message = f"{kind} is not a cursor type"
-        raise ValueError(message)
-    return {f"${kind}": _TAGGED[kind][0](value)}
+        return _all_plain(value)
+    if kind not in _TAGGED or type(value).__module__ != _TAGGED[kind][0]:
+        raise ValueError(f"{kind} is not a cursor type")
+    return {f"${kind}": _TAGGED[kind][1](value)}
 
 
 def _from_plain(plain: Any) -> Any:
     """Return the cursor value of its JSON form."""
-    if isinstance(plain, list):
-        return list(map(_from_plain, plain))
-    if not isinstance(plain, dict):
-        return plain
-    ((tag, inner),) = plain.items()
-    return _TAGGED[tag[1:]][1](inner)
+    if isinstance(plain, dict):
+        ((tag, inner),) = plain.items()
+        return _TAGGED[tag[1:]][2](inner)
+    return list(map(_from_plain, plain)) if isinstance(plain, list) else plain
 
 
-def _finite_hex(value: float) -> str:
-    if value - value != 0:
-        message = "NaN and infinity have no place in an order"
-        raise ValueError(message)
-    return value.hex()
+def _all_plain(values: Iterable[Any]) -> list[Any]:
+    return list(map(_to_plain, values))
 
 
-def _decimal_of(text: str) -> Any:
-    from decimal import Decimal  # only where a cursor is one
+def _finite(text_of: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Return an encoding that refuses NaN and infinity."""
 
-    return Decimal(text)
+    def encode(value: Any) -> str:
+        if "n" in str(value).lower():  # nan, snan, inf, Infinity; no digit has an n
+            raise ValueError("NaN and infinity have no place in an order")
+        return text_of(value)
+
+    return encode
 
 
-def _uuid_of(text: str) -> Any:
-    from uuid import UUID  # only where a cursor is one
+def _named(module: str, name: str) -> Callable[[str], Any]:
+    """Return a type's constructor; its module is loaded only where a cursor is of that type."""
+    return lambda text: getattr(__import__(module), name)(text)  # noqa: PLW0108 - not before
 
-    return UUID(text)
 
-
-# Type -> how a value becomes JSON, and how it comes back.
-_TAGGED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "int": (str, int),
-    "float": (_finite_hex, float.fromhex),
-    "bytes": (bytes.hex, bytes.fromhex),
-    "tuple": (
-        lambda items: list(map(_to_plain, items)),
-        lambda items: tuple(map(_from_plain, items)),
-    ),
+# Type -> its module, how a value becomes JSON, and how it comes back.
+_TAGGED: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "int": ("builtins", hex, lambda text: int(text, 16)),
+    "float": ("builtins", _finite(float.hex), float.fromhex),
+    "bytes": ("builtins", bytes.hex, bytes.fromhex),
+    "tuple": ("builtins", _all_plain, lambda items: tuple(map(_from_plain, items))),
     "dict": (
-        lambda items: [list(map(_to_plain, pair)) for pair in items.items()],
-        lambda pairs: dict(map(_from_plain, pairs)),
+        "builtins",
+        lambda value: _all_plain(value.items()),
+        lambda items: dict(map(_from_plain, items)),
     ),
     "datetime": (
+        "datetime",
         lambda moment: [moment.isoformat(), moment.fold],
         lambda parts: datetime.fromisoformat(parts[0]).replace(fold=parts[1]),
     ),
-    "date": (date.isoformat, date.fromisoformat),
-    "Decimal": (str, _decimal_of),
-    "UUID": (str, _uuid_of),
+    "date": ("datetime", date.isoformat, date.fromisoformat),
+    "Decimal": ("decimal", _finite(str), _named("decimal", "Decimal")),
+    "UUID": ("uuid", str, _named("uuid", "UUID")),
 }
-
-
-class BrokenCheckpoint(BatchrunError):
-    """A checkpoint file that is not valid; says in which way."""
-
-    exit_code = ExitCode.PERSON_NEEDED
-
-
-class NewerFormat(StateDirectoryError):
-    """A file that a newer batchrun wrote; it is not touched."""
 
 
 @dataclass(frozen=True)
@@ -1576,6 +1576,10 @@ CHECKPOINT_FIELDS: dict[str, tuple[type, ...]] = {
     )
     for name, annotation in Checkpoint.__annotations__.items()
 }
+INNER_FIELDS: dict[str, set[str]] = {
+    "totals": {"read", "rejected", "batches", "counts"},
+    "link": {"read", "rejected", "staged", "counts", "first_key", "last_key", "elapsed_s"},
+}
 
 
 def first_hash(ledger: str, run: str, settings: str) -> str:
@@ -1584,15 +1588,24 @@ def first_hash(ledger: str, run: str, settings: str) -> str:
 
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> tuple[bytes, str]:
-    """Return a checkpoint as the bytes of its file, and its hash; both are verified first."""
-    fields = ",\n".join(f'"{name}": {_compact(item)}' for name, item in vars(checkpoint).items())
-    body = f"{{\n{fields}\n}}\n".encode()
+    """Return a checkpoint as the bytes of its file, and its hash; both are verified first.
+
+    Raises:
+        CursorError: it would not read back as it was written; says why.
+    """
+    body = f"{_a_value_a_line(vars(checkpoint))}\n".encode()
     digest = hashlib.sha256(body).hexdigest()
     content = f"{CHECKPOINT_MAGIC} {CHECKPOINT_FORMAT} {digest} {len(body)}\n".encode() + body
-    if parse_checkpoint(content)[0] != checkpoint:
-        message = "The checkpoint would not read back as it was written."
-        raise CursorError(message, unchanged="Nothing was committed.")
-    return content, digest
+    try:
+        why = "" if parse_checkpoint(content)[0] == checkpoint else "it is not the same"
+    except BrokenCheckpoint as error:
+        why = error.what
+    if not why:
+        return content, digest
+    raise CursorError(
+        f"The checkpoint would not read back as it was written: {why}.",
+        unchanged="Nothing was committed.",
+    )
 
 
 def parse_checkpoint(content: bytes) -> tuple[Checkpoint, str]:
@@ -1605,32 +1618,47 @@ def parse_checkpoint(content: bytes) -> tuple[Checkpoint, str]:
     header, newline, body = content.partition(b"\n")
     words = header.decode("ascii", "replace").split(" ")
     if not newline or len(words) != 4 or words[0] != CHECKPOINT_MAGIC or not words[1].isdecimal():
-        message = "it does not begin with a checkpoint's header"
-        raise BrokenCheckpoint(message)
+        raise BrokenCheckpoint("it does not begin with a checkpoint's header")
     if int(words[1]) > CHECKPOINT_FORMAT:
-        message = f"it has format {words[1]}; this batchrun knows {CHECKPOINT_FORMAT}"
-        raise NewerFormat(message)
+        raise NewerFormat(
+            f"A checkpoint has format {words[1]}; this batchrun knows {CHECKPOINT_FORMAT}.",
+            why="A newer batchrun wrote it.",
+            unchanged="It was not touched.",
+            todo="Install that version again: python -m pip install -U batchrun",
+        )
+    if words[1] != str(CHECKPOINT_FORMAT):
+        raise BrokenCheckpoint(f"there never was a format {words[1]}")
+    if len(content) > CHECKPOINT_MAX_BYTES:
+        raise BrokenCheckpoint(f"it is larger than {CHECKPOINT_MAX_BYTES:,} bytes")
     digest = hashlib.sha256(body).hexdigest()
     if words[3] != str(len(body)) or words[2] != digest:
-        message = f"torn or changed: {len(body)} bytes of body, {words[3]} were written"
-        raise BrokenCheckpoint(message)
+        raise BrokenCheckpoint(f"torn or changed: {len(body)} bytes, {words[3]} were written")
     return _checkpoint_of(body), digest
+
+
+def _no_such_number(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+_strict = json.JSONDecoder(parse_constant=_no_such_number)
 
 
 def _checkpoint_of(body: bytes) -> Checkpoint:
     """Return a body as a checkpoint, or say which field is wrong."""
     try:
-        fields = json.loads(body)
+        fields = _strict.decode(body.decode())
     except (ValueError, RecursionError) as error:
-        message = "its body is not JSON"
-        raise BrokenCheckpoint(message) from error
+        raise BrokenCheckpoint("its body is not JSON") from error
     if not isinstance(fields, dict) or fields.keys() != CHECKPOINT_FIELDS.keys():
-        message = "its body has not the fields of a checkpoint"
-        raise BrokenCheckpoint(message)
-    for name, kinds in CHECKPOINT_FIELDS.items():
-        if type(fields[name]) not in kinds:
-            message = f"its field `{name}` has the wrong type"
-            raise BrokenCheckpoint(message)
+        raise BrokenCheckpoint("its body has not the fields of a checkpoint")
+    wrong = [name for name, kinds in CHECKPOINT_FIELDS.items() if type(fields[name]) not in kinds]
+    wrong = wrong or [name for name in INNER_FIELDS if fields[name].keys() != INNER_FIELDS[name]]
+    if wrong:
+        raise BrokenCheckpoint(f"its field `{wrong[0]}` is not what it should be")
+    try:
+        decode_cursor(fields["cursor"])
+    except Exception as error:
+        raise BrokenCheckpoint("its cursor cannot be decoded") from error
     return Checkpoint(**fields)
 
 
@@ -1658,16 +1686,13 @@ class CheckpointStore:
 
     def runs(self) -> list[str]:
         """Return the runs that have a checkpoint file here."""
-        try:
-            return sorted(p.stem for p in self.folder.iterdir() if p.suffix == ".json")
-        except FileNotFoundError:
-            return []
+        return sorted(path.stem for path in self.folder.glob("[!.]*.json"))
 
     def read(self, run: str) -> bytes | None:
         """Return the bytes of a run's checkpoint file, or None if there is no file.
 
         Raises:
-            BrokenCheckpoint: what stands there is no regular file of a sensible size.
+            BrokenCheckpoint: what stands there is no regular file.
         """
         ways = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
@@ -1675,15 +1700,16 @@ class CheckpointStore:
         except FileNotFoundError:
             return None
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-                message = "it is a link, a directory or a pipe, not a file"
-                raise BrokenCheckpoint(message) from error
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise BrokenCheckpoint("it is a link or a socket, not a file") from error
             raise
-        with os.fdopen(descriptor, "rb") as file:
+        try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                message = "it is a directory or a pipe, not a file"
-                raise BrokenCheckpoint(message)
-            return file.read(CHECKPOINT_MAX_BYTES)
+                raise BrokenCheckpoint("it is a directory or a pipe, not a file")
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                return file.read(CHECKPOINT_MAX_BYTES + 1)
+        finally:
+            os.close(descriptor)
 
     def prepare(self, run: str, content: bytes) -> str:
         """Make the bytes of a checkpoint durable under a temporary name; return that name."""
@@ -1691,23 +1717,24 @@ class CheckpointStore:
 
     def publish(self, run: str, temporary: str, number: int = 0) -> None:
         """Put prepared bytes in place. This rename is the commit."""
+        at = self._directory
         reach("checkpoint.rename", number)
-        os.rename(
-            temporary,
-            f"{run}.json",
-            src_dir_fd=self._directory,
-            dst_dir_fd=self._directory,
-        )
+        os.rename(temporary, f"{run}.json", src_dir_fd=at, dst_dir_fd=at)
         reach("checkpoint.fsync", number)
-        os.fsync(self._directory)
+        os.fsync(at)
 
     def discard(self, temporary: str) -> None:
         """Remove prepared bytes that were not put in place."""
         discard_file(self._directory, temporary)
 
     def replace(self, run: str, content: bytes) -> None:
-        """Write a run's checkpoint anew, in a new inode."""
-        self.publish(run, self.prepare(run, content))
+        """Write a run's checkpoint anew, in a new inode; leave no temporary file if that fails."""
+        temporary = self.prepare(run, content)
+        try:
+            self.publish(run, temporary)
+        except BaseException:
+            self.discard(temporary)
+            raise
 
     def remove(self, run: str) -> None:
         """Remove the checkpoint of a run that can need it no more."""
@@ -1716,7 +1743,8 @@ class CheckpointStore:
     def sweep(self) -> None:
         """Remove temporary files that killed writers left; only under the job's lock."""
         for path in self.folder.glob(f".*{TEMPORARY_SUFFIX}"):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(IsADirectoryError):
+                path.unlink(missing_ok=True)
 
 
 # ======================================================================================
@@ -1731,8 +1759,9 @@ class CheckpointStore:
 #   one event                   an AUTOINCREMENT id is the ledger's clock; wall time is a label
 #
 # A ledger is ours if and only if application_id and user_version are known and the one row of the
-# table `ledger` is there. It is made only where there is none and no checkpoint either: a ledger
-# that lost its rows looks healthy to SQLite, and only the checkpoints can tell.
+# table `ledger` is there. It is made whole under another name and renamed into place, and only
+# where there is no ledger, no write-ahead log and no checkpoint either: a ledger that lost its
+# rows looks healthy to SQLite, and only the checkpoints can tell.
 #
 # A COMMIT that raised may have happened. It is never repeated in the same process: the process
 # ends, and the next start finds out. The connection is not usable in a forked child.
@@ -1743,6 +1772,7 @@ SQLITE_OLDEST = (3, 51, 3)
 SQLITE_WITHDRAWN = (3, 52)
 BUSY_LIMIT_S = 10.0
 BUSY_STEP_S = 0.01
+LEDGER_ROOM_BYTES = 262_144  # below this SQLite cannot even make its wal-index
 
 SCHEMA = """
 CREATE TABLE ledger (uuid TEXT NOT NULL, created_at TEXT NOT NULL) STRICT;
@@ -1751,42 +1781,24 @@ CREATE TABLE edge (
   PRIMARY KEY (from_state, to_state)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE run (
-  key INTEGER PRIMARY KEY AUTOINCREMENT,
-  id TEXT NOT NULL UNIQUE,
-  job TEXT NOT NULL,
-  state TEXT NOT NULL,
-  reason TEXT NOT NULL DEFAULT '',
-  request TEXT,
+  key INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, job TEXT NOT NULL,
+  state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', request TEXT,
   generation INTEGER NOT NULL DEFAULT 0,
-  created_at TEXT NOT NULL,
-  changed_at TEXT NOT NULL,
-  ended_at TEXT,
-  number INTEGER NOT NULL DEFAULT 0,
-  hash TEXT NOT NULL DEFAULT '',
-  checkpoint BLOB,
-  batches INTEGER NOT NULL DEFAULT 0,
-  read INTEGER NOT NULL DEFAULT 0,
-  rejected INTEGER NOT NULL DEFAULT 0,
-  expected INTEGER,
-  counts TEXT NOT NULL DEFAULT '{}',
-  settings TEXT NOT NULL DEFAULT '{}',
-  overrides TEXT NOT NULL DEFAULT '{}',
-  job_version INTEGER,
-  fresh_in_a_row INTEGER NOT NULL DEFAULT 0,
-  read_s REAL NOT NULL DEFAULT 0,
-  work_s REAL NOT NULL DEFAULT 0,
-  own_s REAL NOT NULL DEFAULT 0,
-  error TEXT
+  created_at TEXT NOT NULL, changed_at TEXT NOT NULL, ended_at TEXT,
+  number INTEGER NOT NULL DEFAULT 0, hash TEXT NOT NULL DEFAULT '', checkpoint BLOB,
+  batches INTEGER NOT NULL DEFAULT 0, read INTEGER NOT NULL DEFAULT 0,
+  rejected INTEGER NOT NULL DEFAULT 0, expected INTEGER, counts TEXT NOT NULL DEFAULT '{}',
+  settings TEXT NOT NULL DEFAULT '{}', overrides TEXT NOT NULL DEFAULT '{}', job_version INTEGER,
+  fresh_in_a_row INTEGER NOT NULL DEFAULT 0, read_s REAL NOT NULL DEFAULT 0,
+  work_s REAL NOT NULL DEFAULT 0, own_s REAL NOT NULL DEFAULT 0, error TEXT
 ) STRICT;
 CREATE UNIQUE INDEX one_unfinished_run_a_job ON run (job)
   WHERE state NOT IN ('succeeded', 'cancelled');
 CREATE INDEX run_of_job ON run (job, key);
 CREATE TABLE attempt (
   run INTEGER NOT NULL REFERENCES run, generation INTEGER NOT NULL,
-  supervisor_pid INTEGER NOT NULL, supervisor_ticks INTEGER NOT NULL, boot_id TEXT NOT NULL,
-  worker_pid INTEGER, worker_ticks INTEGER,
-  began_at TEXT NOT NULL, ended_at TEXT,
-  ending TEXT, exit_code INTEGER, signal INTEGER,
+  supervisor TEXT NOT NULL, worker TEXT, began_at TEXT NOT NULL, ended_at TEXT,
+  ending TEXT, reason TEXT, exit_code INTEGER, signal INTEGER,
   error TEXT, unchanged TEXT, todo TEXT,
   peak_rss_bytes INTEGER, from_number INTEGER NOT NULL, to_number INTEGER,
   releases TEXT NOT NULL DEFAULT '[]', log TEXT,
@@ -1826,13 +1838,20 @@ CREATE TRIGGER events_stay BEFORE DELETE ON event
 # One entry a step: MIGRATIONS[n] turns a ledger of user_version n into n + 1.
 MIGRATIONS: dict[int, str] = {}
 
-RUN_COLUMNS = ", ".join(name for name in Run.__annotations__)
-ATTEMPT_COLUMNS = (
-    "generation, supervisor_pid, supervisor_ticks, boot_id, worker_pid, worker_ticks, began_at,"
-    " ended_at, ending, exit_code, signal, error, unchanged, todo, peak_rss_bytes, from_number,"
-    " to_number, releases, log"
-)
-BATCH_COLUMNS = ", ".join(name for name in BatchRow.__annotations__)
+UNFINISHED = "state NOT IN ('succeeded', 'cancelled')"
+OWNED = (RunState.RESERVED, RunState.RUNNING)
+
+# A commit moves the run's row on, only if its generation and number are still those.
+MOVE_ON = """UPDATE run SET number = :number, hash = :hash, checkpoint = :content,
+  batches = :batches, read = :read, rejected = :rejected, counts = :counts,
+  read_s = read_s + :read_s, work_s = work_s + :work_s, own_s = own_s + :own_s
+  WHERE key = :key AND generation = :generation AND number = :number - 1 RETURNING request"""
+# The edge that honours a request clears it; a new attempt outdates a pause, never a cancel.
+MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error = :error,
+  ended_at = iif(:ends, :now, NULL), request = iif(
+    :ends OR (request = 'pause' AND :to IN ('paused', 'reserved')), NULL, request)
+  WHERE key = :key AND state = :state RETURNING 1"""
+LINK_COLUMNS = ("first_key", "last_key", "read", "rejected", "counts", "elapsed_s")
 
 
 @dataclass(frozen=True)
@@ -1841,7 +1860,7 @@ class Admission:
 
     Attributes:
         run: the run as it stands after the admission, in state `reserved`.
-        generation: the number that fences every write of this owner.
+        generation: the number that fences every write of this owner; 0 if nothing was begun.
         said: what a person should be told (going on, repairs), in order.
     """
 
@@ -1864,6 +1883,9 @@ class AttemptEnd:
     error: str = ""
     unchanged: str = ""
     todo: str = ""
+
+
+DIED = AttemptEnd(Ending.DIED, ExitCode.FAILED)
 
 
 @dataclass(frozen=True)
@@ -1926,8 +1948,21 @@ class Start:
     fresh_in_a_row: int = 0
 
 
-# The edge that honours a request clears it; a new attempt outdates a pause, never a cancel.
-HONOURED_BY = {RunState.PAUSED: Request.PAUSE, RunState.RESERVED: Request.PAUSE}
+STATE_AFTER = {
+    Ending.SUCCEEDED: RunState.SUCCEEDED,
+    Ending.STOPPED: RunState.PAUSED,
+    Ending.DIED: RunState.INTERRUPTED,
+}  # and failed after every other ending
+
+TABLES: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch"}
+READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> value of a column
+    "RunState": RunState,
+    "ProcessIdentity": lambda text: ProcessIdentity(**json.loads(text)),
+    "ProcessIdentity | None": lambda text: text and ProcessIdentity(**json.loads(text)),
+    "dict[str, int]": json.loads,
+    "dict[str, str]": json.loads,
+    "list[dict[str, Any]]": json.loads,
+}
 
 
 class Ledger:
@@ -1940,7 +1975,7 @@ class Ledger:
         self.path, self._host, self._connection = path, host, connection
         self._sql: Callable[..., Any] = connection.execute
         self._pid = os.getpid()
-        self._waiting_since = 0.0
+        self._patience_s, self._waiting_since = BUSY_LIMIT_S, 0.0
         connection.set_busy_handler(self._wait_for_the_other_writer)
         self.uuid: str = ""
 
@@ -1951,7 +1986,7 @@ class Ledger:
         now = self._host.monotonic()
         if tries == 0:
             self._waiting_since = now
-        if now - self._waiting_since > BUSY_LIMIT_S:
+        if now - self._waiting_since >= self._patience_s:
             return False
         self._host.sleep(BUSY_STEP_S)
         return True
@@ -1965,17 +2000,45 @@ class Ledger:
         """Move everything from the WAL into the ledger's own pages and sync them.
 
         Raises:
-            StateDirectoryError: the disk refused; what was read may not be on it.
+            StateDirectoryError: the disk or a reader was in the way; what was read may not last.
         """
-        with self._letters():
-            self._connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+        if not self._empty_log(BUSY_LIMIT_S):
+            raise StateDirectoryError(
+                f"The log of the ledger {self.path} cannot be written back.",
+                why="The last owner did not end cleanly, and another process has kept the"
+                f" ledger open for reading for {BUSY_LIMIT_S:g} s.",
+                unchanged="Nothing was started.",
+                todo=f"See who reads it: fuser -v {self.path}; then start again.",
+            )
+
+    def shorten_log(self) -> bool:
+        """Empty the WAL if nobody is in the way, without waiting; tell whether it is empty."""
+        return self._empty_log(0)
+
+    def _empty_log(self, patience_s: float) -> bool:
+        """Empty the WAL to its end; a checkpoint by someone else is busy without any wait."""
+        until = self._host.monotonic() + patience_s
+        self._patience_s = patience_s
+        try:
+            with self._letters():
+                while True:
+                    with contextlib.suppress(apsw.BusyError, apsw.LockedError):
+                        self._connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+                        return True
+                    if self._host.monotonic() >= until:
+                        return False
+                    self._host.sleep(BUSY_STEP_S)
+        finally:
+            self._patience_s = BUSY_LIMIT_S
 
     @contextlib.contextmanager
     def _letters(self) -> Iterator[None]:
         """Turn what SQLite raises into letters."""
         if self._pid != os.getpid():
-            message = "The ledger was opened by another process and is not used in its children."
-            raise JobError(message, todo="Start children with subprocess, not by fork.")
+            raise JobError(
+                "The ledger was opened by another process and is not used in its children.",
+                todo="Start children with subprocess, not by fork.",
+            )
         try:
             yield
         except apsw.Error as error:
@@ -2009,69 +2072,71 @@ class Ledger:
     def _roll_back(self) -> None:
         with contextlib.suppress(apsw.Error):
             if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-
-    def _rows(self, sql: str, *bindings: object) -> list[Any]:
-        with self._letters():
-            return self._connection.execute(sql, bindings).fetchall()
+                self._sql("ROLLBACK")
 
     # -- reading ----------------------------------------------------------------------
 
+    def _rows(self, sql: str, *bindings: object) -> list[Any]:
+        with self._letters():
+            return cast("list[Any]", self._sql(sql, bindings).fetchall())
+
+    def _all(self, kind: type[T], where: str, *bindings: object) -> list[T]:
+        """Return the rows of one table as dataclasses."""
+        notes = kind.__annotations__
+        rows = self._rows(f"SELECT {', '.join(notes)} FROM {TABLES[kind]} {where}", *bindings)
+        reads = [READ_AS.get(note) for note in notes.values()]
+        return [
+            kind(*(read(value) if read else value for read, value in zip(reads, row, strict=True)))
+            for row in rows
+        ]
+
+    def _one(self, kind: type[T], where: str, *bindings: object) -> T | None:
+        return next(iter(self._all(kind, where, *bindings)), None)
+
     def run(self, key: int) -> Run:
         """Return a run as it stands now."""
-        return self._runs("WHERE key = ?", key)[0]
+        return self._all(Run, "WHERE key = ?", key)[0]
 
     def unfinished(self, job: str) -> Run | None:
         """Return the one unfinished run of a job."""
-        found = self._runs("WHERE job = ? AND state NOT IN ('succeeded', 'cancelled')", job)
-        return found[0] if found else None
+        return self._one(Run, f"WHERE job = ? AND {UNFINISHED}", job)
 
     def all_unfinished(self) -> list[Run]:
         """Return every unfinished run, oldest first."""
-        return self._runs("WHERE state NOT IN ('succeeded', 'cancelled') ORDER BY key")
+        return self._all(Run, f"WHERE {UNFINISHED} ORDER BY key")
 
     def latest(self, job: str) -> Run | None:
         """Return a job's newest run."""
-        found = self._runs("WHERE job = ? ORDER BY key DESC LIMIT 1", job)
-        return found[0] if found else None
+        return self._one(Run, "WHERE job = ? ORDER BY key DESC LIMIT 1", job)
+
+    def latest_of_each_job(self) -> list[Run]:
+        """Return the newest run of every job that ever ran; only those can be unfinished."""
+        return self._all(Run, "WHERE key IN (SELECT max(key) FROM run GROUP BY job) ORDER BY key")
 
     def last_success(self, job: str) -> Run | None:
         """Return a job's newest run that succeeded."""
         where = "WHERE job = ? AND state = 'succeeded' ORDER BY key DESC LIMIT 1"
-        found = self._runs(where, job)
-        return found[0] if found else None
+        return self._one(Run, where, job)
+
+    def run_with_id(self, name: str) -> Run | None:
+        """Return the run of exactly this id."""
+        return self._one(Run, "WHERE id = ?", name)
 
     def runs_like(self, prefix: str) -> list[Run]:
         """Return the runs whose id begins so, at most a few."""
-        return self._runs("WHERE id >= ? AND id < ? || 'zzz' LIMIT 5", prefix, prefix)
-
-    def _runs(self, where: str, *bindings: object) -> list[Run]:
-        rows = self._rows(f"SELECT {RUN_COLUMNS} FROM run {where}", *bindings)
-        return [run_of(row) for row in rows]
+        return self._all(Run, "WHERE id >= ?1 AND id < ?1 || char(1114111) LIMIT 5", prefix)
 
     def attempts(self, run: Run) -> list[Attempt]:
         """Return a run's attempts, oldest first."""
-        where = "FROM attempt WHERE run = ? ORDER BY generation"
-        return [attempt_of(row) for row in self._rows(f"SELECT {ATTEMPT_COLUMNS} {where}", run.key)]
+        return self._all(Attempt, "WHERE run = ? ORDER BY generation", run.key)
 
     def last_attempt(self, run: Run) -> Attempt | None:
         """Return a run's newest attempt."""
-        where = "FROM attempt WHERE run = ? ORDER BY generation DESC LIMIT 1"
-        rows = self._rows(f"SELECT {ATTEMPT_COLUMNS} {where}", run.key)
-        return attempt_of(rows[0]) if rows else None
+        return self._one(Attempt, "WHERE run = ? ORDER BY generation DESC LIMIT 1", run.key)
 
     def commit_row(self, run: Run, number: int) -> BatchRow | None:
         """Return the row of one commit of a run."""
-        where = "FROM batch WHERE run = ? AND number = ?"
-        rows = self._rows(f"SELECT {BATCH_COLUMNS} {where}", run.key, number)
-        return batch_of(rows[0]) if rows else None
-
-    def commit_rows(self, run: Run) -> Iterator[BatchRow]:
-        """Yield the commits of a run in order."""
-        where = "FROM batch WHERE run = ? ORDER BY number"
-        with self._letters():
-            for row in self._connection.execute(f"SELECT {BATCH_COLUMNS} {where}", (run.key,)):
-                yield batch_of(row)
+        return self._one(BatchRow, "WHERE run = ? AND number = ?", run.key, number)
 
     def rejects(self, run: Run) -> list[tuple[int, str, str]]:
         """Return the rejected records of a run: commit number, record, reason."""
@@ -2083,23 +2148,26 @@ class Ledger:
         rows = self._rows("SELECT seq FROM sqlite_sequence WHERE name = 'event'")
         return int(rows[0][0]) if rows else 0
 
-    def events(self, run: Run | None = None, *, job: str | None = None) -> list[Event]:
-        """Return events in the order of their ids: of a run, of a job, or all."""
+    def events(
+        self, run: Run | None = None, *, job: str | None = None, what: str = "%", after: int = 0
+    ) -> list[Event]:
+        """Return events in the order of their ids: of a run, of a job, or all.
+
+        `what` is a pattern for SQL's LIKE; only ids above `after` are returned.
+        """
         column, bound = ("run", run.key) if run else ("job", job)
-        where = "" if run is None and job is None else f"WHERE e.{column} = ?"
+        mine = "" if bound is None else f" AND e.{column} = ?3"
         sql = (
-            "SELECT e.id, e.at, r.id, e.job, e.who, e.what, e.why"
-            f" FROM event e LEFT JOIN run r ON r.key = e.run {where} ORDER BY e.id"
+            "SELECT e.id, e.at, r.id, e.job, e.who, e.what, e.why FROM event e"
+            f" LEFT JOIN run r ON r.key = e.run WHERE e.id > ?1 AND e.what LIKE ?2{mine}"
+            " ORDER BY e.id"
         )
-        return [Event(*row) for row in self._rows(sql, *([bound] if where else []))]
+        bindings = (after, what) if bound is None else (after, what, bound)
+        return [Event(*row) for row in self._rows(sql, *bindings)]
 
     def said_since(self, run: Run, event: int) -> list[Event]:
         """Return the lines for people that were recorded after an event."""
-        sql = (
-            "SELECT id, at, ?, job, who, what, why FROM event"
-            " WHERE run = ? AND id > ? AND what = 'said' ORDER BY id"
-        )
-        return [Event(*row) for row in self._rows(sql, run.id, run.key, event)]
+        return self.events(run, what="said", after=event)
 
     def refused_since_success(self, job: str) -> int:
         """Return how many starts of a job were refused since it last succeeded."""
@@ -2135,52 +2203,54 @@ class Ledger:
             PersonNeeded: the run may not go on unasked.
         """
         with self._writing():
+            require_known_version(self._connection, self.path)
             start.require_admission()
             reach("admit.judged")
             said: list[str] = []
-            run = self._unfinished_now(job)
+            run = self.unfinished(job)
             if run is not None:
                 run = self._settled(run, start, said)
-            if run is not None and run.finished and start.only_resume:
-                return Admission(run, 0, said)
+            if start.only_resume and (run is None or run.finished):
+                return Admission(run or self._finished_meanwhile(job), 0, said)
             if run is None or run.finished:
                 run = self._insert_run(job, start)
             else:
                 self._take_over(run, start, agree(run), said)
-            generation = self._insert_attempt(run, start)
+            generation = self._begin_attempt(run, start)
             reach("admit.commit")
         reach("admit.committed")
         return Admission(self.run(run.key), generation, said)
 
-    def _unfinished_now(self, job: str) -> Run | None:
-        sql = (
-            f"SELECT {RUN_COLUMNS} FROM run WHERE job = ?"
-            " AND state NOT IN ('succeeded', 'cancelled')"
-        )
-        row = self._sql(sql, (job,)).fetchone()
-        return run_of(row) if row else None
+    def _finished_meanwhile(self, job: str) -> Run:
+        run = self.latest(job)
+        if run is None:
+            raise NotFound(f"The job {job} has never run.", todo=f"Type: batchrun run {job}")
+        return run
 
     def _insert_run(self, job: str, start: Start) -> Run:
         """Insert a new run in state `reserved`."""
         now = self._host.now()
-        row = self._sql(
-            "INSERT INTO run (id, job, state, created_at, changed_at, overrides, fresh_in_a_row)"
-            f" VALUES (?, ?, 'reserved', ?, ?, ?, ?) RETURNING {RUN_COLUMNS}",
-            (start.run_id, job, now, now, _compact(start.overrides), start.fresh_in_a_row),
-        ).fetchone()
-        self._event(run_of(row).key, job, start.who, "started", TRANSITIONS[NEW, "reserved"])
-        return run_of(row)
+        key = self._insert(
+            "run",
+            id=start.run_id,
+            job=job,
+            state=RunState.RESERVED,
+            created_at=now,
+            changed_at=now,
+            overrides=start.overrides,
+            fresh_in_a_row=start.fresh_in_a_row,
+        )
+        self._event(key, job, start.who, "started", TRANSITIONS[NEW, "reserved"])
+        return self.run(key)
 
     def _settled(self, run: Run, start: Start, said: list[str]) -> Run:
         """Bring a run whose owner is gone to the state that its last attempt earned."""
-        if run.state in (RunState.RESERVED, RunState.RUNNING):
-            self._settle(run, AttemptEnd(Ending.DIED, ExitCode.FAILED), start.who)
-            run = self._read_again(run.key)
+        if run.state in OWNED:
+            run = self._settle(run, DIED, start.who)
             said.append(f"run {run.id} was left by its owner: {run.state}")
         if not run.finished and (start.fresh or run.request == Request.CANCEL):
             why = start.fresh_reason if start.fresh else "cancelling was asked for before it ended"
-            self._cancel(run, start.who, why)
-            run = self._read_again(run.key)
+            run = self._cancel(run, start.who, why)
             said.append(f"run {run.id} cancelled: {why}")
         if not run.finished:
             start.require_may_go_on(run)
@@ -2189,19 +2259,16 @@ class Ledger:
     def _take_over(self, run: Run, start: Start, agreement: Agreement, said: list[str]) -> None:
         """Bring an unfinished run to `reserved`, with ledger and checkpoint made to agree."""
         if agreement.forward is not None:
-            self._roll_forward(run, agreement.forward)
+            content, digest = checkpoint_bytes(agreement.forward)
+            self._apply_commit(run, agreement.forward, content, digest, run.generation)
+            self._confirm_rejects(run, agreement.forward)
         self._move(run, RunState.RESERVED, who=start.who, why=agreement.said)
-        self._set_overrides(run, start)
+        self._keep_overrides(run, start)
         if agreement.content is not None:
             start.write_checkpoint(run.id, agreement.content)
-        if agreement.said:
-            said.append(agreement.said)
+        said += [agreement.said] if agreement.said else []
 
-    def _read_again(self, key: int) -> Run:
-        sql = f"SELECT {RUN_COLUMNS} FROM run WHERE key = ?"
-        return run_of(self._sql(sql, (key,)).fetchone())
-
-    def _set_overrides(self, run: Run, start: Start) -> None:
+    def _keep_overrides(self, run: Run, start: Start) -> None:
         """Keep the settings given with this start, as long as nothing was committed with others."""
         if not start.overrides or start.overrides == run.overrides:
             return
@@ -2212,37 +2279,21 @@ class Ledger:
                 unchanged="Nothing was changed.",
                 todo="Leave out --set, or add --accept-settings, or start anew with --fresh.",
             )
-        self._sql(
-            "UPDATE run SET overrides = ? WHERE key = ?", (_compact(start.overrides), run.key)
-        )
+        self._set("run", {"key": run.key}, overrides=start.overrides)
 
-    def _roll_forward(self, run: Run, checkpoint: Checkpoint) -> None:
-        """Insert the commit that the checkpoint proves and the ledger lacks."""
-        content, digest = checkpoint_bytes(checkpoint)
-        self._apply_commit(run, checkpoint, content, digest, run.generation, (0.0, 0.0, 0.0))
-        self._confirm_rejects(run, checkpoint)
-
-    def _insert_attempt(self, run: Run, start: Start) -> int:
+    def _begin_attempt(self, run: Run, start: Start) -> int:
         """Raise the generation and insert its attempt."""
-        sql = (
-            "UPDATE run SET generation = generation + 1 WHERE key = ? RETURNING generation, number"
+        generation = self._supersede(run)
+        self._insert(
+            "attempt",
+            run=run.key,
+            generation=generation,
+            supervisor=vars(start.owner),
+            began_at=self._host.now(),
+            from_number=self.run(run.key).number,
+            log=start.log,
         )
-        generation, number = self._sql(sql, (run.key,)).fetchone()
-        self._sql(
-            "INSERT INTO attempt (run, generation, supervisor_pid, supervisor_ticks, boot_id,"
-            " began_at, from_number, log) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                run.key,
-                generation,
-                start.owner.pid,
-                start.owner.ticks,
-                start.owner.boot_id,
-                self._host.now(),
-                number,
-                start.log,
-            ),
-        )
-        return int(generation)
+        return generation
 
     def open_attempt(self, run: Run, generation: int, worker: ProcessIdentity, basis: Basis) -> Run:
         """Record who works, and, before the first commit, what the run is based on.
@@ -2250,22 +2301,17 @@ class Ledger:
         Raises:
             LostOwnership: another generation took over.
         """
-        with self._writing():
-            self._require_owner(run, generation)
-            sql = "UPDATE attempt SET worker_pid = ?, worker_ticks = ? WHERE run = ? AND generation = ?"
-            self._sql(sql, (worker.pid, worker.ticks, run.key, generation))
-            self._sql(
-                "UPDATE run SET settings = ?, job_version = ?, hash = CASE number WHEN 0 THEN ?"
-                " ELSE hash END WHERE key = ?",
-                (_compact(basis.settings), basis.job_version, basis.first_hash, run.key),
-            )
+        with self._owning(run, generation):
+            self._set("attempt", {"run": run.key, "generation": generation}, worker=vars(worker))
+            based = {"settings": basis.settings, "job_version": basis.job_version}
+            self._set("run", {"key": run.key}, **based)
+            self._set("run", {"key": run.key, "number": 0}, hash=basis.first_hash)
         return self.run(run.key)
 
     def begin_batches(self, run: Run, generation: int, expected: int | None) -> None:
         """Move a run from `reserved` to `running`: its worker hands out the first batch now."""
-        with self._writing():
-            self._require_owner(run, generation)
-            self._sql("UPDATE run SET expected = ? WHERE key = ?", (expected, run.key))
+        with self._owning(run, generation):
+            self._set("run", {"key": run.key}, expected=expected)
             self._move(run, RunState.RUNNING, who="worker")
 
     def commit(
@@ -2294,10 +2340,11 @@ class Ledger:
             LostOwnership: another generation took over; nothing was changed.
             OutcomeUnknown: rename, fsync or COMMIT failed.
         """
-        generation, number = checkpoint.generation, checkpoint.number
+        number = checkpoint.number
         with self._writing():
             reach("ledger.begun", number)
-            request = self._apply_commit(run, checkpoint, content, digest, generation, spent)
+            fence = checkpoint.generation
+            request = self._apply_commit(run, checkpoint, content, digest, fence, *spent)
             self._confirm_rejects(run, checkpoint)
             publish()
             reach("ledger.commit", number)
@@ -2311,49 +2358,22 @@ class Ledger:
         content: bytes,
         digest: str,
         generation: int,
-        spent: tuple[float, float, float],
+        read_s: float = 0.0,
+        work_s: float = 0.0,
+        own_s: float = 0.0,
     ) -> str | None:
-        """Write a commit's two rows; the run's row only if generation and number still fit."""
-        totals, link = checkpoint.totals, checkpoint.link
-        fenced = self._sql(
-            "UPDATE run SET number = ?, hash = ?, checkpoint = ?, batches = ?, read = ?,"
-            " rejected = ?, counts = ?, read_s = read_s + ?, work_s = work_s + ?,"
-            " own_s = own_s + ? WHERE key = ? AND generation = ? AND number = ? RETURNING request",
-            (
-                checkpoint.number,
-                digest,
-                content,
-                totals["batches"],
-                totals["read"],
-                totals["rejected"],
-                _compact(totals["counts"]),
-                *spent,
-                run.key,
-                generation,
-                checkpoint.number - 1,
-            ),
-        ).fetchone()
+        """Write a commit's two rows: the fenced one of the run, and its own."""
+        named = ("number", "generation", "kind", "loop", "cursor", "at")
+        of_commit = {name: getattr(checkpoint, name) for name in named}
+        totals = {**checkpoint.totals, "counts": _compact(checkpoint.totals["counts"])}
+        times = {"read_s": read_s, "work_s": work_s, "own_s": own_s}
+        fence = {"key": run.key, "generation": generation, "number": checkpoint.number}
+        moved = {**totals, **times, **fence, "hash": digest, "content": content}
+        fenced = self._sql(MOVE_ON, moved).fetchone()
         if fenced is None:
             raise lost_ownership(run, generation)
-        self._sql(
-            "INSERT INTO batch VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                run.key,
-                checkpoint.number,
-                checkpoint.generation,
-                checkpoint.kind,
-                checkpoint.loop,
-                checkpoint.cursor,
-                link["first_key"],
-                link["last_key"],
-                link["read"],
-                link["rejected"],
-                _compact(link["counts"]),
-                digest,
-                checkpoint.at,
-                link["elapsed_s"],
-            ),
-        )
+        of_link = {name: checkpoint.link[name] for name in LINK_COLUMNS}
+        self._insert("batch", run=run.key, hash=digest, **of_commit, **of_link)
         return cast("str | None", fenced[0])
 
     def stage_rejects(
@@ -2361,8 +2381,7 @@ class Ledger:
     ) -> None:
         """Store rejected records of a batch that is not committed yet; they do not count so far."""
         now = self._host.now()
-        with self._writing():
-            self._require_owner(run, generation)
+        with self._owning(run, generation):
             self._connection.executemany(
                 "INSERT OR REPLACE INTO reject VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0)",
                 [
@@ -2373,12 +2392,12 @@ class Ledger:
 
     def _confirm_rejects(self, run: Run, checkpoint: Checkpoint) -> None:
         """Count the rejects staged for a commit by the generation that did its work; no others."""
-        of_commit = (run.key, checkpoint.number)
-        where = "WHERE run = ? AND number = ?"
+        of_commit = {"run": run.key, "number": checkpoint.number}
         if checkpoint.link["rejected"]:
-            sql = f"UPDATE reject SET confirmed = 1 {where} AND generation = ?"
-            self._sql(sql, (*of_commit, checkpoint.link["staged"]))
-        self._sql(f"DELETE FROM reject {where} AND NOT confirmed", of_commit)
+            staged = {"generation": checkpoint.link["staged"]}
+            self._set("reject", {**of_commit, **staged}, confirmed=1)
+        sql = "DELETE FROM reject WHERE run = :run AND number = :number AND NOT confirmed"
+        self._sql(sql, of_commit)
 
     def end_attempt(
         self, run: Run, generation: int, end: AttemptEnd, releases: list[dict[str, Any]]
@@ -2388,29 +2407,18 @@ class Ledger:
         Raises:
             LostOwnership: another generation took over.
         """
-        with self._writing():
-            self._require_owner(run, generation)
-            self._write_end(run, generation, end)
-            self._sql(
-                "UPDATE attempt SET releases = ? WHERE run = ? AND generation = ?",
-                (_compact(releases), run.key, generation),
-            )
+        with self._owning(run, generation):
+            self._write_end(run.key, generation, end)
+            self._set("attempt", {"run": run.key, "generation": generation}, releases=releases)
 
-    def _write_end(self, run: Run, generation: int, end: AttemptEnd) -> None:
-        self._sql(
-            "UPDATE attempt SET ended_at = ?, ending = ?, exit_code = ?, error = ?, unchanged = ?,"
-            " todo = ?, to_number = (SELECT number FROM run WHERE key = attempt.run)"
-            " WHERE run = ? AND generation = ? AND ending IS NULL",
-            (
-                self._host.now(),
-                f"{end.ending}:{end.reason}" if end.reason else end.ending,
-                int(end.exit_code),
-                end.error,
-                end.unchanged,
-                end.todo,
-                run.key,
-                generation,
-            ),
+    def _write_end(self, key: int, generation: int, end: AttemptEnd) -> None:
+        """Record how an attempt ended, unless its worker has said it already."""
+        self._set(
+            "attempt",
+            {"run": key, "generation": generation, "ending": None},
+            ended_at=self._host.now(),
+            to_number=self.run(key).number,
+            **vars(end),
         )
 
     def settle(self, run: Run, generation: int, seen: AttemptEnd, **diagnosis: int | None) -> Run:
@@ -2422,63 +2430,62 @@ class Ledger:
             seen: what to record if the worker recorded nothing.
             diagnosis: `signal` and `peak_rss_bytes` of the worker's process.
         """
-        with self._writing():
-            self._require_owner(run, generation)
-            self._sql(
-                "UPDATE attempt SET signal = ?, peak_rss_bytes = ? WHERE run = ? AND generation = ?",
-                (diagnosis.get("signal"), diagnosis.get("peak_rss_bytes"), run.key, generation),
-            )
-            self._settle(self._read_again(run.key), seen, "supervisor")
-        return self.run(run.key)
+        with self._owning(run, generation):
+            if diagnosis:
+                self._set("attempt", {"run": run.key, "generation": generation}, **diagnosis)
+            return self._settle(self.run(run.key), seen, "supervisor")
 
-    def _settle(self, run: Run, seen: AttemptEnd, who: str) -> None:
+    def _settle(self, run: Run, seen: AttemptEnd, who: str) -> Run:
         """Turn the newest attempt's ending into the run's state."""
-        self._write_end(run, run.generation, seen)
-        sql = "SELECT ending, error FROM attempt WHERE run = ? AND generation = ?"
-        ending, error = self._sql(sql, (run.key, run.generation)).fetchone()
-        ending, _, reason = ending.partition(":")
-        state = {
-            Ending.SUCCEEDED: RunState.SUCCEEDED,
-            Ending.STOPPED: RunState.PAUSED,
-            Ending.RAISED: RunState.FAILED,
-            Ending.REFUSED: RunState.FAILED,
-            Ending.CHANGED: RunState.FAILED,
-            Ending.DIED: RunState.INTERRUPTED,
-        }[Ending(ending)]
+        self._write_end(run.key, run.generation, seen)
+        sql = "SELECT ending, reason, error FROM attempt WHERE run = ? AND generation = ?"
+        ending, reason, error = self._sql(sql, (run.key, run.generation)).fetchone()
+        state = STATE_AFTER.get(ending, RunState.FAILED)
         if ending == Ending.STOPPED and run.request == Request.CANCEL:
             state = RunState.CANCELLED
-        self._move(run, state, who=who, why=error or "", reason=reason)
+        return self._move(run, state, who=who, why=error or "", reason=reason)
 
     # -- verbs: wishes and decisions -----------------------------------------------------
 
     def request(self, run: Run, request: Request, who: str) -> None:
-        """Ask something of a run that has a live owner."""
+        """Ask something of a run that has a live owner; nothing outranks a cancel.
+
+        Raises:
+            IllegalTransition: it has finished meanwhile, or is to be cancelled already.
+        """
+        sql = (
+            f"UPDATE run SET request = ?1 WHERE key = ?2 AND {UNFINISHED}"
+            " AND (?1 = 'cancel' OR request IS NOT 'cancel') RETURNING 1"
+        )
         with self._writing():
-            self._sql("UPDATE run SET request = ? WHERE key = ?", (request, run.key))
+            if self._sql(sql, (request, run.key)).fetchone() is None:
+                raise IllegalTransition(
+                    f"Run {run.id} has finished, or is to be cancelled already.",
+                    unchanged="Nothing was changed.",
+                    todo=f"See: batchrun status {run.job}",
+                )
             self._event(run.key, run.job, who, f"requested: {request}", "")
 
     def cancel(self, run: Run, who: str, why: str) -> None:
         """Cancel a run that nobody owns; the caller holds the job's lock."""
         with self._writing():
-            self._cancel(self._read_again(run.key), who, why)
+            self._cancel(self.run(run.key), who, why)
 
-    def _cancel(self, run: Run, who: str, why: str) -> None:
+    def _cancel(self, run: Run, who: str, why: str) -> Run:
         """Cancel under a new generation, so that no earlier owner can write any more."""
-        self._sql("UPDATE run SET generation = generation + 1 WHERE key = ?", (run.key,))
-        self._move(run, RunState.CANCELLED, who=who, why=why)
+        self._supersede(run)
+        return self._move(run, RunState.CANCELLED, who=who, why=why)
 
     def pause(self, run: Run, who: str) -> None:
         """Pause a run that nobody owns, as a person's decision; the caller holds the job's lock."""
         with self._writing():
-            run = self._read_again(run.key)
-            if run.state in (RunState.RESERVED, RunState.RUNNING):
-                self._settle(run, AttemptEnd(Ending.DIED, ExitCode.FAILED), who)
-                run = self._read_again(run.key)
+            run = self.run(run.key)
+            if run.state in OWNED:
+                run = self._settle(run, DIED, who)
             if run.finished:
                 return
-            self._sql("UPDATE run SET generation = generation + 1 WHERE key = ?", (run.key,))
-            self._move(run, RunState.RESERVED, who=who, why="to pause it")
-            run = self._read_again(run.key)
+            self._supersede(run)
+            run = self._move(run, RunState.RESERVED, who=who, why="to pause it")
             self._move(run, RunState.PAUSED, who=who, reason=Reason.PERSON)
 
     def adopt(self, checkpoint: Checkpoint, content: bytes, digest: str, who: str) -> None:
@@ -2486,134 +2493,142 @@ class Ledger:
 
         Rows that the ledger lacks stay lost, and an event says which.
         """
-        now = self._host.now()
-        generation = checkpoint.generation + 1
         with self._writing():
-            row = self._sql(
-                "SELECT key, number FROM run WHERE id = ?", (checkpoint.run,)
-            ).fetchone()
-            if row is None:
-                sql = (
-                    "INSERT INTO run (id, job, state, created_at, changed_at, job_version)"
-                    " VALUES (?, ?, 'reserved', ?, ?, ?) RETURNING key, number"
-                )
-                start = (checkpoint.run, checkpoint.job, now, now, checkpoint.job_version)
-                row = self._sql(sql, start).fetchone()
-            key, number = row
-            sql = "UPDATE run SET generation = max(generation, ?), number = ? WHERE key = ?"
-            self._sql(sql, (generation, checkpoint.number - 1, key))
-            sql = "SELECT seq FROM sqlite_sequence WHERE name = 'event'"
-            behind = checkpoint.event - int((self._sql(sql).fetchone() or (0,))[0])
-            if behind > 0:
-                sql = "INSERT INTO event (id, at, who, what, why) VALUES (?, ?, ?, ?, ?)"
-                why = f"{behind} events were lost before this one"
-                self._sql(sql, (checkpoint.event + 1, now, who, "repaired", why))
-            run = self._read_again(key)
-            self._sql("DELETE FROM batch WHERE run = ? AND number >= ?", (key, checkpoint.number))
-            spent = (0.0, 0.0, 0.0)
-            self._apply_commit(run, checkpoint, content, digest, run.generation, spent)
-            lost = f"commits {number + 1} to {checkpoint.number - 1} have no rows"
+            run = self._known_or_made(checkpoint, who)
+            lost = f"commits {run.number + 1} to {checkpoint.number - 1} have no rows"
+            generation = max(run.generation, checkpoint.generation + 1)
+            before = {"generation": generation, "number": checkpoint.number - 1}
+            self._set("run", {"key": run.key}, **before)
+            self._catch_up_with_events(checkpoint, who)
+            of_run = (run.key, checkpoint.number)
+            self._sql("DELETE FROM batch WHERE run = ? AND number >= ?", of_run)
+            self._apply_commit(run, checkpoint, content, digest, generation)
             why = f"checkpoint {checkpoint.number} adopted; {lost}"
-            self._event(key, checkpoint.job, who, "repaired", why)
-            if run.state == RunState.RESERVED:
+            self._event(run.key, run.job, who, "repaired", why)
+            if run.state in OWNED:
                 self._move(run, RunState.INTERRUPTED, who=who, why="taken over by repair")
+
+    def _known_or_made(self, checkpoint: Checkpoint, who: str) -> Run:
+        """Return the run of a checkpoint, which is its job's newest; make it if it was lost."""
+        run = self.run_with_id(checkpoint.run)
+        if run is not None:
+            return run
+        older = self.unfinished(checkpoint.job)
+        if older is not None:
+            self._cancel(older, who, "repair found a later run of the job")
+        return self.run(
+            self._insert(
+                "run",
+                id=checkpoint.run,
+                job=checkpoint.job,
+                state=RunState.RESERVED,
+                created_at=checkpoint.at,
+                changed_at=self._host.now(),
+                job_version=checkpoint.job_version,
+            )
+        )
+
+    def _catch_up_with_events(self, checkpoint: Checkpoint, who: str) -> None:
+        """Let the ledger's clock stand after every event that a checkpoint knows of."""
+        behind = checkpoint.event - self.newest_event()
+        if behind > 0:
+            why = f"{behind} events were lost before this one"
+            lost = {"id": checkpoint.event + 1, "at": self._host.now(), "who": who}
+            self._insert("event", what="repaired", why=why, **lost)
 
     # -- one state change, one event ------------------------------------------------------
 
-    def _move(
-        self,
-        run: Run,
-        to: RunState,
-        *,
-        who: str,
-        why: str = "",
-        reason: str = "",
-    ) -> None:
-        """Change a run's state as compare-and-set, and append the event."""
+    def _move(self, run: Run, to: RunState, *, who: str, why: str = "", reason: str = "") -> Run:
+        """Change a run's state as compare-and-set, append the event, and return the run."""
         if (run.state, to) not in TRANSITIONS:
-            message = f"Run {run.id} is {run.state}; there is no edge from there to {to}."
-            raise IllegalTransition(message)
-        now = self._host.now()
-        moved = self._sql(
-            "UPDATE run SET state = ?, reason = ?, changed_at = ?, error = ?,"
-            " ended_at = CASE WHEN ? THEN ? END,"
-            " request = CASE WHEN ? OR request = ? THEN NULL ELSE request END"
-            " WHERE key = ? AND state = ? RETURNING key",
-            (
-                to,
-                reason,
-                now,
-                why if to in (RunState.FAILED, RunState.INTERRUPTED) else None,
-                to in FINISHED,
-                now,
-                to in FINISHED,
-                HONOURED_BY.get(to, ""),
-                run.key,
-                run.state,
-            ),
-        ).fetchone()
-        if moved is None:
-            message = f"Run {run.id} was no longer {run.state}."
-            raise IllegalTransition(message)
+            raise IllegalTransition(
+                f"Run {run.id} is {run.state}; there is no edge from there to {to}."
+            )
+        bound = {"key": run.key, "state": run.state, "to": to, "reason": reason}
+        bound |= {"now": self._host.now(), "ends": to in FINISHED}
+        bound["error"] = why if to in (RunState.FAILED, RunState.INTERRUPTED) else None
+        if self._sql(MOVE, bound).fetchone() is None:
+            raise IllegalTransition(f"Run {run.id} was no longer {run.state}.")
         said = f"{to} ({reason})" if reason else str(to)
         self._event(run.key, run.job, who, said, why or TRANSITIONS[run.state, to])
+        return self.run(run.key)
 
-    def _event(
-        self,
-        run: int | None,
-        job: str | None,
-        who: str,
-        what: str,
-        why: str,
-    ) -> int:
-        sql = "INSERT INTO event (at, run, job, who, what, why) VALUES (?, ?, ?, ?, ?, ?) RETURNING id"
-        return int(self._sql(sql, (self._host.now(), run, job, who, what, why)).fetchone()[0])
+    def _event(self, run: int | None, job: str | None, who: str, what: str, why: str) -> int:
+        at = self._host.now()
+        return self._insert("event", at=at, run=run, job=job, who=who, what=what, why=why)
 
-    def _require_owner(self, run: Run, generation: int) -> None:
-        sql = "SELECT 1 FROM run WHERE key = ? AND generation = ?"
-        if self._sql(sql, (run.key, generation)).fetchone() is None:
-            raise lost_ownership(run, generation)
+    def _supersede(self, run: Run) -> int:
+        """Raise a run's generation, so that no earlier owner can write; return it."""
+        sql = "UPDATE run SET generation = generation + 1 WHERE key = ? RETURNING generation"
+        return int(self._sql(sql, (run.key,)).fetchone()[0])
+
+    @contextlib.contextmanager
+    def _owning(self, run: Run, generation: int) -> Iterator[None]:
+        """Hold the write lock as the run's owner of this generation.
+
+        Raises:
+            LostOwnership: another generation took over; nothing was changed.
+        """
+        with self._writing():
+            sql = "SELECT 1 FROM run WHERE key = ? AND generation = ?"
+            if self._sql(sql, (run.key, generation)).fetchone() is None:
+                raise lost_ownership(run, generation)
+            yield
+
+    def _insert(self, table: str, **columns: object) -> int:
+        """Insert a row and return its rowid; lists and dicts become JSON."""
+        names, places = ", ".join(columns), ", ".join(f":{name}" for name in columns)
+        self._sql(f"INSERT INTO {table} ({names}) VALUES ({places})", bound_values(columns))
+        return self._connection.last_insert_rowid()
+
+    def _set(self, table: str, which: dict[str, object], **columns: object) -> None:
+        """Change columns of the rows that have these values; lists and dicts become JSON."""
+        changes = ", ".join(f"{name} = :{name}" for name in columns)
+        fits = " AND ".join(f"{name} IS :_{name}" for name in which)
+        values = bound_values(columns) | {f"_{name}": value for name, value in which.items()}
+        self._sql(f"UPDATE {table} SET {changes} WHERE {fits}", values)
 
     # -- integrity ----------------------------------------------------------------------
 
     def damage(self) -> str:
-        """Return what SQLite finds wrong with the file; empty if nothing."""
-        try:
-            found = [row[0] for row in self._connection.execute("PRAGMA quick_check(3)")]
-        except apsw.Error as error:
-            return str(error)
-        return "" if found == ["ok"] else "; ".join(map(str, found))
+        """Return what SQLite finds wrong with the file's structure; empty if nothing."""
+        with self._letters():
+            try:
+                found = [str(row[0]) for row in self._sql("PRAGMA quick_check(3)")]
+            except (apsw.CorruptError, apsw.NotADBError) as error:
+                return str(error)
+        return "" if found == ["ok"] else "; ".join(found)
+
+    def log_bytes(self) -> int:
+        """Return the size of the write-ahead log, which a reader can keep from being reused."""
+        return size_of(beside(self.path, "-wal"))
 
     def gaps(self, run: Run) -> list[tuple[int, int]]:
         """Return the ranges of commit numbers that have no row, first and last included."""
         sql = (
             "SELECT before + 1, number - 1 FROM (SELECT number, lag(number, 1, 0) OVER"
-            " (ORDER BY number) AS before FROM batch WHERE run = ?) WHERE number > before + 1"
+            " (ORDER BY number) AS before FROM (SELECT number FROM batch WHERE run = ?1 UNION ALL"
+            " SELECT ?2 + 1)) WHERE number > before + 1"
         )
-        return [(int(first), int(last)) for first, last in self._rows(sql, run.key)]
+        return [(int(first), int(last)) for first, last in self._rows(sql, run.key, run.number)]
 
 
-def run_of(row: tuple[Any, ...]) -> Run:
-    """Return a row of the table `run`."""
-    named = dict(zip(Run.__annotations__, row, strict=True))
-    named["state"] = RunState(named["state"])
-    for name in ("counts", "settings", "overrides"):
-        named[name] = json.loads(named[name])
-    return Run(**named)
+def bound_values(columns: Mapping[str, object]) -> dict[str, object]:
+    """Return values as SQLite takes them."""
+    return {n: _compact(v) if isinstance(v, (dict, list)) else v for n, v in columns.items()}
 
 
-def attempt_of(row: tuple[Any, ...]) -> Attempt:
-    """Return a row of the table `attempt`."""
-    generation, pid, ticks, boot_id, worker_pid, worker_ticks, *rest, releases, log = row
-    worker = ProcessIdentity(worker_pid, worker_ticks, boot_id) if worker_pid else None
-    owner = ProcessIdentity(pid, ticks, boot_id)
-    return Attempt(*(generation, owner, worker, *rest, json.loads(releases), log))
+def beside(path: Path, suffix: str) -> Path:
+    """Return the file that SQLite keeps beside a database: `-wal` or `-shm`."""
+    return path.with_name(path.name + suffix)
 
 
-def batch_of(row: tuple[Any, ...]) -> BatchRow:
-    """Return a row of the table `batch`."""
-    *before, counts, digest, at, elapsed_s = row
-    return BatchRow(*(*before, json.loads(counts), digest, at, elapsed_s))
+def size_of(path: Path) -> int:
+    """Return the size of a file; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def lost_ownership(run: Run, generation: int) -> LostOwnership:
@@ -2626,32 +2641,42 @@ def lost_ownership(run: Run, generation: int) -> LostOwnership:
     )
 
 
+def is_full(folder: Path, host: Host) -> bool:
+    """Tell whether a folder's disk has no room for SQLite's files, or no inode for one more."""
+    return host.free_bytes(folder) < LEDGER_ROOM_BYTES or os.statvfs(folder).f_favail == 0
+
+
 def ledger_letter(error: apsw.Error, path: Path, host: Host) -> BatchrunError:
     """Return what SQLite raised as a letter; a full disk is never called corruption."""
     unchanged = "Nothing was changed."
-    todo = f"Check the disk and the permissions of {path.parent}, then start again."
     if isinstance(error, apsw.BusyError):
         why = f"Another process has held its write lock for {BUSY_LIMIT_S:g} s."
-        return Busy(
-            f"The ledger {path} is busy.", why=why, unchanged=unchanged, todo="Start again."
-        )
+        what = f"The ledger {path} is busy."
+        return Busy(what, why=why, unchanged=unchanged, todo="Start again.")
     if isinstance(error, apsw.NotADBError | apsw.CorruptError):
         return PersonNeeded(
             f"The ledger {path} is damaged: {error}.",
             unchanged="It is left as it is; the checkpoints are beside it.",
             todo="See `batchrun check`, then `batchrun repair`.",
         )
-    if isinstance(error, apsw.FullError) or host.free_bytes(path.parent) < LEDGER_ROOM_BYTES:
-        what = f"Disk full: the ledger {path} cannot be written ({error})."
-        todo = f"Make room on the disk of {path.parent}, then start again."
-        return StateDirectoryError(what, unchanged=unchanged, todo=todo)
     if isinstance(error, apsw.ConstraintError) and "illegal transition" in str(error):
         return IllegalTransition(f"The ledger refused: {error}.")
     what = f"The ledger {path} cannot be used: {type(error).__name__}: {error}."
+    todo = f"Check the disk and the permissions of {path.parent}, then start again."
+    if isinstance(error, apsw.FullError) or is_full(path.parent, host):
+        what = f"Disk full: the ledger {path} cannot be written ({error})."
+        todo = f"Make room on the disk of {path.parent}, then start again."
     return StateDirectoryError(what, unchanged=unchanged, todo=todo)
 
 
-LEDGER_ROOM_BYTES = 262_144  # below this SQLite cannot even make its wal-index
+def ledger_lost(path: Path, how: str) -> PersonNeeded:
+    """Return the letter for a ledger that is gone while checkpoints tell of runs."""
+    return PersonNeeded(
+        f"The ledger {path} does not hold what the checkpoints tell of: {how}.",
+        why="Without it batchrun would begin at record 1 again.",
+        unchanged="Nothing was changed; it is never made anew by itself.",
+        todo="Put the ledger back from a backup, or see `batchrun repair`.",
+    )
 
 
 def require_sqlite(version: str) -> None:
@@ -2670,7 +2695,22 @@ def require_sqlite(version: str) -> None:
         )
 
 
-def open_ledger(path: Path, host: Host, *, create: bool, witnesses: bool = False) -> Ledger:
+def require_known_version(connection: apsw.Connection, path: Path) -> int:
+    """Return the ledger's version, unless a newer batchrun made it, or migrated it meanwhile."""
+    version = int(cast("int", connection.pragma("user_version")))
+    if version > SCHEMA_VERSION:
+        raise StateDirectoryError(
+            f"The ledger {path} has version {version}; this batchrun knows {SCHEMA_VERSION}.",
+            why="A newer batchrun made it.",
+            unchanged="It was not touched.",
+            todo="Install that version again: python -m pip install -U batchrun",
+        )
+    return version
+
+
+def open_ledger(
+    path: Path, host: Host, *, create: bool, witnesses: bool = False, write: bool = True
+) -> Ledger:
     """Open the ledger, after checking that it is one, of a version that we know.
 
     Args:
@@ -2679,6 +2719,7 @@ def open_ledger(path: Path, host: Host, *, create: bool, witnesses: bool = False
         create: whether to make it if there is none.
         witnesses: whether checkpoints exist; then a missing or empty ledger is a loss, not a
             beginning.
+        write: False to read also another owner's ledger, or one on a full disk, making no file.
 
     Raises:
         PersonNeeded: it is missing, empty or not ours while checkpoints exist.
@@ -2687,20 +2728,37 @@ def open_ledger(path: Path, host: Host, *, create: bool, witnesses: bool = False
     """
     require_sqlite(apsw.sqlite_lib_version())
     reach("ledger.open")
-    if _is_missing(path):
-        if witnesses:
+    if is_missing(path):
+        if witnesses or size_of(beside(path, "-wal")):
             raise ledger_lost(path, "it is missing or empty")
         if not create:
             raise NotFound(f"There is no ledger at {path}.", todo="Type: batchrun run JOB")
         create_ledger(path, host, os.urandom(16).hex())
     try:
-        return _open_known_ledger(path, host)
+        if write or path.stat().st_uid == os.geteuid():
+            with contextlib.suppress(*(() if write else NO_ROOM_TO_WRITE)):
+                return _open_known(path, host, str(path), apsw.SQLITE_OPEN_READWRITE)
+        return _open_known(path, host, uri_to_read(path), READ_ONLY)
     except apsw.Error as error:
         letter = ledger_letter(error, path, host)
         raise letter from error
 
 
-def _is_missing(path: Path) -> bool:
+READ_ONLY = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+NO_ROOM_TO_WRITE = (apsw.CantOpenError, apsw.IOError, apsw.FullError, apsw.ReadOnlyError)
+
+
+def uri_to_read(path: Path) -> str:
+    """Return how to open a database so that nothing is made or changed, not even beside it.
+
+    Without -shm nobody has it open, and all of it is in its own pages; with one, SQLite reads the
+    log through it, or through memory if nobody is there.
+    """
+    way = "readonly_shm=1" if beside(path, "-shm").exists() else "immutable=1"
+    return f"{path.absolute().as_uri()}?mode=ro&{way}"
+
+
+def is_missing(path: Path) -> bool:
     """Tell whether there is no ledger; refuse what is no plain file of ours."""
     try:
         found = path.lstat()
@@ -2716,55 +2774,54 @@ def _is_missing(path: Path) -> bool:
     return found.st_size == 0
 
 
-def ledger_lost(path: Path, how: str) -> PersonNeeded:
-    """Return the letter for a ledger that is gone while checkpoints tell of runs."""
-    return PersonNeeded(
-        f"The ledger {path} does not hold what the checkpoints tell of: {how}.",
-        why="Without it batchrun would begin at record 1 again.",
-        unchanged="Nothing was changed; it is never made anew by itself.",
-        todo="Put the ledger back from a backup, or see `batchrun repair`.",
-    )
-
-
-def create_ledger(path: Path, host: Host, uuid: str) -> None:
-    """Make an empty ledger whole: under a lock on the folder, so that only one process does."""
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+@contextlib.contextmanager
+def _alone_in(folder: Path, host: Host) -> Iterator[int]:
+    """Hold the folder's lock, within the ledger's own limit, and yield its descriptor."""
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _wait_for_lock(directory, host)
-        if not _is_missing(path):
-            return
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600))
-        path.chmod(0o600)
-        connection = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READWRITE)
-        try:
-            _write_schema(connection, host, uuid)
-        finally:
-            connection.close(force=True)
-        os.fsync(directory)
-    except apsw.Error as error:
-        raise ledger_letter(error, path, host) from error
+        until = host.monotonic() + BUSY_LIMIT_S
+        while not _flock(directory):
+            if host.monotonic() > until:
+                what = "Another process has been making or migrating the ledger for too long."
+                raise Busy(what, unchanged="Nothing was changed.")
+            host.sleep(BUSY_STEP_S)
+        yield directory
     finally:
         os.close(directory)
 
 
-def _wait_for_lock(directory: int, host: Host) -> None:
-    """Take the folder's lock, within the ledger's own limit."""
-    until = host.monotonic() + BUSY_LIMIT_S
-    while True:
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if host.monotonic() > until:
-                message = "Another process has been making or migrating the ledger for too long."
-                raise Busy(message, unchanged="Nothing was changed.") from None
-            host.sleep(BUSY_STEP_S)
-        else:
+def _flock(descriptor: int) -> bool:
+    """Take the kernel's lock on an open file if it is free."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def create_ledger(path: Path, host: Host, uuid: str) -> None:
+    """Make an empty ledger under another name and rename it: it is whole or not there."""
+    with _alone_in(path.parent, host) as directory:
+        if not is_missing(path):
             return
+        new = path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
+        for suffix in ("", "-journal", "-wal", "-shm"):
+            beside(new, suffix).unlink(missing_ok=True)
+        try:
+            descriptor = os.open(new, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600)
+            os.fchmod(descriptor, 0o600)
+            os.close(descriptor)
+            connection = apsw.Connection(str(new), flags=apsw.SQLITE_OPEN_READWRITE)
+            with contextlib.closing(connection):
+                _write_schema(connection, host, uuid)
+        except apsw.Error as error:
+            raise ledger_letter(error, path, host) from error
+        reach("ledger.made")
+        publish_file(directory, new.name, path.name)
 
 
 def _write_schema(connection: apsw.Connection, host: Host, uuid: str) -> None:
-    """Make all tables in one transaction, so that a killed maker leaves an empty file."""
+    """Make all tables in one transaction, and enter WAL mode while nobody else is there."""
     _configure(connection)
     connection.execute("BEGIN IMMEDIATE")
     connection.execute(SCHEMA)
@@ -2782,33 +2839,43 @@ def _configure(connection: apsw.Connection) -> None:
     connection.pragma("synchronous", "FULL")
     connection.pragma("foreign_keys", 1)
     if mode != "wal" or connection.pragma("synchronous") != 2:
-        message = "write-ahead logging or full synchronisation cannot be had on this file system"
-        raise apsw.IOError(message)
+        raise apsw.IOError("write-ahead logging or full synchronisation cannot be had here")
 
 
-def _open_known_ledger(path: Path, host: Host) -> Ledger:
+def _open_known(path: Path, host: Host, name: str, ways: int) -> Ledger:
     """Connect, and look at what it is before anything is switched or migrated."""
-    connection = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READWRITE)
-    ledger = Ledger(path, host, connection)
+    connection = apsw.Connection(name, flags=ways)
     try:
+        ledger = Ledger(path, host, connection)
         if connection.pragma("application_id") != APPLICATION_ID:
             raise ledger_lost(path, "it is not a batchrun ledger")
-        version = connection.pragma("user_version")
-        if not isinstance(version, int) or version > SCHEMA_VERSION:
+        version = require_known_version(connection, path)
+        ledger.uuid = _uuid_in(connection, path)
+        if ways == READ_ONLY and version < SCHEMA_VERSION:
             raise StateDirectoryError(
-                f"The ledger {path} has version {version}; this batchrun knows {SCHEMA_VERSION}.",
-                why="A newer batchrun made it.",
+                f"The ledger {path} has version {version}, not migrated to {SCHEMA_VERSION} yet.",
                 unchanged="It was not touched.",
-                todo="Install that version again: python -m pip install -U batchrun",
+                todo="Type again as its owner.",
             )
-        if version < SCHEMA_VERSION:
-            _migrate(path, connection, host)
-        _configure(connection)
-        ledger.uuid = connection.execute("SELECT uuid FROM ledger").get
+        if ways != READ_ONLY:
+            if version < SCHEMA_VERSION:
+                _migrate(path, connection, host)
+            _configure(connection)
     except BaseException:
         connection.close(force=True)
         raise
     return ledger
+
+
+def _uuid_in(connection: apsw.Connection, path: Path) -> str:
+    """Return the ledger's uuid: the one row that makes it ours."""
+    try:
+        rows = connection.execute("SELECT uuid FROM ledger").fetchall()
+    except apsw.SQLError as error:
+        raise ledger_lost(path, f"{error}") from error
+    if len(rows) != 1:
+        raise ledger_lost(path, "its own row is gone")
+    return str(rows[0][0])
 
 
 def _migrate(path: Path, connection: apsw.Connection, host: Host) -> None:
@@ -2816,11 +2883,10 @@ def _migrate(path: Path, connection: apsw.Connection, host: Host) -> None:
 
     Raises:
         StateDirectoryError: there is no way from its version to ours; untouched.
+        Busy: a job is running, perhaps in an older batchrun that does not know the new version.
     """
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        _wait_for_lock(directory, host)
-        version = int(cast("int", connection.pragma("user_version")))
+    with _alone_in(path.parent, host), _all_jobs_stopped(path.parent / "locks"):
+        version = require_known_version(connection, path)
         steps = range(version, SCHEMA_VERSION)
         if any(step not in MIGRATIONS for step in steps):
             raise StateDirectoryError(
@@ -2829,27 +2895,41 @@ def _migrate(path: Path, connection: apsw.Connection, host: Host) -> None:
                 todo="See `batchrun check`.",
             )
         if steps:
-            _back_up(connection, path.with_name(f"{path.name}.version{version}"))
+            _back_up(connection, beside(path, f".version{version}"))
         connection.execute("BEGIN IMMEDIATE")
         for step in steps:
             connection.execute(MIGRATIONS[step])
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         reach("migrate.commit")
         connection.execute("COMMIT")
-    finally:
-        os.close(directory)
+
+
+@contextlib.contextmanager
+def _all_jobs_stopped(locks: Path) -> Iterator[None]:
+    """Hold the lock of every job that ever ran."""
+    with contextlib.ExitStack() as held:
+        for path in sorted(locks.glob("*.lock")):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            held.callback(os.close, descriptor)
+            if not _flock(descriptor):
+                raise Busy(
+                    f"The ledger must be migrated, but {path.stem} is running.",
+                    why="Its process may be an older batchrun.",
+                    unchanged="Nothing was changed.",
+                    todo=f"Wait for its end, or type: batchrun pause {path.stem}",
+                )
+        yield
 
 
 def _back_up(connection: apsw.Connection, target: Path) -> None:
     """Copy a ledger in use, whole and consistent, to a file that only its owner can read."""
     target.unlink(missing_ok=True)
     os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600))
-    copy = apsw.Connection(str(target))
-    try:
-        with copy.backup("main", connection, "main") as backup:
-            backup.step()
-    finally:
-        copy.close(force=True)
+    with (
+        contextlib.closing(apsw.Connection(str(target))) as copy,
+        copy.backup("main", connection, "main") as backup,
+    ):
+        backup.step()
 
 
 # ======================================================================================
@@ -2888,24 +2968,17 @@ class JobLock:
         """
         from filelock import Timeout, UnixFileLock  # 60 ms, supervisors only
 
-        self._require_plain_place()
-
-        def take(descriptor: int) -> None:
-            self.descriptor = descriptor
-
+        make_private_folder(self.path.parent)  # filelock would make any missing folder
+        self._require_plain()
         lock = UnixFileLock(
-            self.path, timeout=0, mode=0o600, fallback_to_soft=False, on_acquired=take
+            self.path, timeout=0, mode=0o600, fallback_to_soft=False, on_acquired=self._take
         )
         try:
             lock.acquire()
         except Timeout:
             return False
         except OSError as error:
-            message = f"The lock {self.path} cannot be taken: {error.strerror}."
-            todo = f"See what it is: ls -l {self.path}"
-            raise StateDirectoryError(
-                message, unchanged="Nothing was changed.", todo=todo
-            ) from error
+            raise self._unfit(f"cannot be taken: {error.strerror}") from error
         self._lock = lock
         _held_locks.append(lock)
         if not self.is_ours():
@@ -2913,15 +2986,18 @@ class JobLock:
             return False
         return True
 
-    def _require_plain_place(self) -> None:
-        """Check what filelock would not: it makes missing folders and opens pipes for ever."""
-        make_private_folder(self.path.parent)
+    def _take(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def _require_plain(self) -> None:
+        """Refuse what filelock would follow, or wait for: links, directories, pipes."""
         with contextlib.suppress(FileNotFoundError):
-            found = self.path.lstat()
-            if not stat.S_ISREG(found.st_mode):
-                message = f"The lock {self.path} is a link, a directory or a pipe, not a file."
-                todo = f"See what it is: ls -l {self.path}"
-                raise StateDirectoryError(message, unchanged="Nothing was changed.", todo=todo)
+            if not stat.S_ISREG(self.path.lstat().st_mode):
+                raise self._unfit("is a link, a directory or a pipe, not a file")
+
+    def _unfit(self, why: str) -> StateDirectoryError:
+        what, todo = f"The lock {self.path} {why}.", f"See what it is: ls -l {self.path}"
+        return StateDirectoryError(what, unchanged="Nothing was changed.", todo=todo)
 
     def is_ours(self) -> bool:
         """Tell whether the path still names the file that we hold locked."""
@@ -2985,7 +3061,8 @@ class Maintenance:
 
     def _contents(self) -> dict[str, Any]:
         try:
-            said = json.loads(self.path.read_bytes()[:65_536])
+            with self.path.open("rb") as file:
+                said = json.loads(file.read(65_536))
         except (OSError, ValueError, RecursionError):
             return {}
         return said if isinstance(said, dict) else {}
@@ -3813,6 +3890,9 @@ class Driver(Protocol):
     def say(self, text: str) -> None:
         """Record a line that people should see."""
 
+    def note_target(self, loop: str, target: Target) -> None:
+        """Record where the mark of a loop is kept."""
+
 
 class Context(Generic[S]):
     """What a job is given.
@@ -4002,6 +4082,7 @@ class Context(Generic[S]):
         with self._frame.switched(inside=True):  # it may wait for an old transaction for long
             done = "batch" if kind == "loop" else kind
             ahead = mark.ahead(done, passed=self._is_passed)
+        self._driver.note_target(name, mark.target)
         if ahead is not None:
             number = self._course.number + 1
             self._driver.say(f"commit {number} is in the target already: rolled forward")
@@ -5060,6 +5141,7 @@ class Reader:
 # then does what it says, in its own transaction. Nothing here ever begins at record 1 silently.
 
 START, GO_ON, FORWARD, REWRITE, REFUSE = "start", "go on", "forward", "rewrite", "refuse"
+LOG_LIMIT_BYTES = 64_000_000
 
 
 @dataclass(frozen=True)
@@ -5074,6 +5156,7 @@ class Found:
         digest: its hash.
         broken: why the file is not valid; empty if it is valid or missing.
         ancestor: the hash that the ledger has for the checkpoint's number, if it has one.
+        copy: the ledger's own copy of the newest checkpoint, if it is valid.
     """
 
     run: Run
@@ -5083,6 +5166,7 @@ class Found:
     digest: str
     broken: str
     ancestor: str | None
+    copy: bytes | None
 
     @property
     def file(self) -> Checkpoint:
@@ -5094,6 +5178,12 @@ class Found:
         """Return by how many commits the file is ahead of the ledger."""
         return self.file.number - self.run.number
 
+    @property
+    def state(self) -> str:
+        """Return what is wrong with the file, in words."""
+        older = "older than the ledger" if self.checkpoint else "missing"
+        return self.broken or older
+
 
 VERDICTS: tuple[tuple[str, str, Callable[[Found], bool]], ...] = (
     (
@@ -5103,8 +5193,8 @@ VERDICTS: tuple[tuple[str, str, Callable[[Found], bool]], ...] = (
     ),
     (
         REFUSE,
-        "a broken checkpoint, and no copy of it in the ledger",
-        lambda f: f.checkpoint is None and f.run.checkpoint is None,
+        "the checkpoint is missing or broken, and the ledger has no valid copy of it",
+        lambda f: f.checkpoint is None and f.copy is None,
     ),
     (
         REWRITE,
@@ -5126,11 +5216,7 @@ VERDICTS: tuple[tuple[str, str, Callable[[Found], bool]], ...] = (
         "the ledger is behind the events that the checkpoint names",
         lambda f: f.file.event > f.newest_event,
     ),
-    (
-        GO_ON,
-        "checkpoint and ledger agree",
-        lambda f: f.ahead == 0 and f.digest == f.run.hash,
-    ),
+    (GO_ON, "checkpoint and ledger agree", lambda f: f.ahead == 0 and f.digest == f.run.hash),
     (
         FORWARD,
         "the checkpoint is one commit ahead and hangs on the ledger's newest",
@@ -5139,7 +5225,7 @@ VERDICTS: tuple[tuple[str, str, Callable[[Found], bool]], ...] = (
     (
         REWRITE,
         "the checkpoint is older than the ledger and is that link of its chain",
-        lambda f: f.ahead < 0 and f.digest == f.ancestor and f.run.checkpoint is not None,
+        lambda f: f.ahead < 0 and f.digest == f.ancestor and f.copy is not None,
     ),
     (REFUSE, "the checkpoint does not fit the ledger's chain of commits", lambda _: True),
 )
@@ -5163,26 +5249,26 @@ def look(ledger: Ledger, store: CheckpointStore, run: Run) -> Found:
             checkpoint, digest = parse_checkpoint(content)
     except BrokenCheckpoint as error:
         broken = error.what
-    row = None
-    if checkpoint is not None and checkpoint.number < run.number:
-        row = ledger.commit_row(run, checkpoint.number)
-    return Found(
-        run,
-        ledger.uuid,
-        ledger.newest_event(),
-        checkpoint,
-        digest,
-        broken,
-        row.hash if row else None,
-    )
+    behind = checkpoint is not None and checkpoint.number < run.number
+    row = ledger.commit_row(run, checkpoint.number) if checkpoint and behind else None
+    ancestor, copy = row.hash if row else None, valid_copy(run)
+    event = ledger.newest_event()
+    return Found(run, ledger.uuid, event, checkpoint, digest, broken, ancestor, copy)
+
+
+def valid_copy(run: Run) -> bytes | None:
+    """Return the ledger's copy of a run's newest checkpoint, if it is what it should be."""
+    with contextlib.suppress(BrokenCheckpoint):
+        if parse_checkpoint(run.checkpoint or b"")[1] == run.hash:
+            return run.checkpoint
+    return None
 
 
 def agree(ledger: Ledger, store: CheckpointStore, run: Run, *, anew: bool) -> Agreement:
     """Judge a run's ledger and checkpoint and return what makes them agree.
 
-    Args:
-        anew: write the accepted checkpoint anew even if nothing is wrong, since after an unclean
-            end what was read may be in memory only.
+    With `anew` the accepted checkpoint is written anew even if nothing is wrong: after an unclean
+    end what was read may be in memory only.
 
     Raises:
         PersonNeeded: they cannot both be true.
@@ -5192,28 +5278,21 @@ def agree(ledger: Ledger, store: CheckpointStore, run: Run, *, anew: bool) -> Ag
     path = store.path(run.id)
     if action == REFUSE:
         raise cannot_agree(found, why, path)
-    if action == FORWARD:
-        content, _ = checkpoint_bytes(found.file)
-        said = (
-            f"commit {found.file.number} was in the checkpoint only: the ledger is rolled forward"
-        )
-        return Agreement(said, forward=found.file, content=content if anew else None)
     if action == REWRITE:
-        state = found.broken or ("missing" if found.checkpoint is None else "older than the ledger")
-        said = f"the checkpoint {path} was {state}: restored from the ledger's copy of {run.number}"
-        return Agreement(said, content=run.checkpoint)
-    if action == GO_ON and anew:
-        return Agreement(content=run.checkpoint)
-    return Agreement()
+        at = f"restored from the ledger's copy of commit {run.number}"
+        return Agreement(f"the checkpoint {path} was {found.state}: {at}", content=found.copy)
+    content = checkpoint_bytes(found.file)[0] if anew and action != START else None
+    if action == FORWARD:
+        held = f"commit {found.file.number} was in the checkpoint only"
+        said = f"{held}: the ledger is rolled forward"
+        return Agreement(said, forward=found.file, content=content)
+    return Agreement(content=content)
 
 
 def cannot_agree(found: Found, why: str, path: Path) -> PersonNeeded:
     """Return the letter for a run whose ledger and checkpoint contradict each other."""
-    run = found.run
-    if found.checkpoint is None:
-        held = f"{path}: {found.broken}"
-        lost = "where it stood"
-    else:
+    run, held, lost = found.run, f"{path}: {found.state}", "where it stood"
+    if found.checkpoint is not None:
         held = f"{path}: commit {found.file.number} of generation {found.file.generation}"
         first, last = run.number + 1, found.file.number - 1
         lost = f"the rows of commits {first} to {last}" if last >= first else "no row known"
@@ -5222,7 +5301,7 @@ def cannot_agree(found: Found, why: str, path: Path) -> PersonNeeded:
         why=f"Found {held}; in the ledger: commit {run.number} of generation {run.generation}."
         f" Known to be lost: {lost}.",
         unchanged="Nothing was changed.",
-        todo=f"Put the right files back from a backup, or type: batchrun repair {run.id}",
+        todo="Put the right files back from a backup, or see: batchrun repair",
     )
 
 
@@ -5233,79 +5312,139 @@ def require_witnesses_known(ledger: Ledger, store: CheckpointStore) -> None:
         PersonNeeded: names the checkpoint.
     """
     for name in store.runs():
-        known = [run for run in ledger.runs_like(name) if run.id == name]
-        if not known:
+        run = ledger.run_with_id(name)
+        if run is None:
             raise ledger_lost(ledger.path, f"it does not know the run of {store.path(name)}")
-        if known[0].finished:
-            found = look(ledger, store, known[0])
+        if run.finished:
+            found = look(ledger, store, run)
             if found.checkpoint is not None and found.ahead > 0:
                 raise ledger_lost(ledger.path, f"{store.path(name)} is {found.ahead} commits ahead")
 
 
-def check(ledger: Ledger, store_of: Callable[[str], CheckpointStore]) -> list[Finding]:
-    """Return everything that is wrong with ledger and checkpoints; changes nothing."""
+def retire_witnesses(ledger: Ledger, store: CheckpointStore) -> None:
+    """Remove the checkpoints of finished runs but the newest; only under the job's lock.
+
+    One is enough to tell that a ledger was lost; a file a run would make each start slower.
+    """
+    known = [run for name in store.runs() if (run := ledger.run_with_id(name)) and run.finished]
+    for run in sorted(known, key=attrgetter("key"))[:-1]:
+        store.remove(run.id)
+
+
+def check(
+    ledger: Ledger, store_of: Callable[[str], CheckpointStore], jobs: Iterable[str]
+) -> list[Finding]:
+    """Return what is wrong with ledger, checkpoints and marks; changes nothing."""
     findings = []
     damage = ledger.damage()
     if damage:
-        findings.append(Finding(f"the ledger {ledger.path} is damaged", damage, "batchrun repair"))
-    for run in ledger.all_unfinished():
+        return [Finding(f"the ledger {ledger.path} is damaged", damage, "batchrun repair")]
+    log_bytes = ledger.log_bytes()
+    if log_bytes > LOG_LIMIT_BYTES:
+        what = f"the ledger's log has grown to {log_bytes // 1_000_000} MB"
+        why = "a process that reads the ledger without end keeps it from being reused"
+        findings.append(Finding(what, why, f"fuser -v {ledger.path}"))
+    for run in ledger.latest_of_each_job():
         findings += check_run(ledger, store_of(run.job), run)
+        if run.job not in jobs and not run.finished:
+            what = f"run {run.id} of {run.job} is unfinished, and the job is configured no more"
+            todo = f"batchrun cancel {run.id}"
+            findings.append(Finding(what, "nothing goes on with it", todo))
     return findings
 
 
 def check_run(ledger: Ledger, store: CheckpointStore, run: Run) -> list[Finding]:
-    """Return what is wrong with one run: its chain of commits, and its checkpoint."""
+    """Return what is wrong with one run: its chain of commits, its checkpoint, its marks."""
+    name = f"run {run.id} of {run.job}"
     findings = [
-        Finding(f"run {run.id}: commits {first} to {last} have no row", "they were lost")
+        Finding(
+            f"{name}: commits {first} to {last} have no row",
+            "they were lost",
+            f"batchrun report {run.id}",
+        )
         for first, last in ledger.gaps(run)
     ]
     newest = ledger.commit_row(run, run.number)
-    if run.number and (newest is None or newest.hash != run.hash):
-        findings.append(Finding(f"run {run.id}: its newest commit is not the ledger's newest row"))
+    if newest is not None and newest.hash != run.hash:
+        what, why = f"{name}: its newest commit", "the ledger's row has another hash"
+        findings.append(Finding(what, why, "batchrun repair"))
     try:
         found = look(ledger, store, run)
     except NewerFormat as error:
-        return [
-            *findings,
-            Finding(f"run {run.id}: its checkpoint is of a newer batchrun", error.what),
-        ]
+        return [*findings, Finding(f"{name}: {error.what}", error.why, error.todo)]
     action, why = verdict(found)
     if action == REFUSE:
-        findings.append(Finding(f"run {run.id}: {why}", found.broken, f"batchrun repair {run.id}"))
-    elif action not in (START, GO_ON):
-        findings.append(Finding(f"run {run.id}: {why}", found.broken, f"batchrun resume {run.id}"))
+        findings.append(Finding(f"{name}: {why}", found.broken, "batchrun repair"))
+    elif action in (FORWARD, REWRITE) and not run.finished:
+        findings.append(Finding(f"{name}: {why}", found.broken, f"batchrun resume {run.id}"))
+    if found.checkpoint is not None:
+        findings += check_marks(ledger, run, found.checkpoint)
     return findings
+
+
+TARGET = "target"  # an event whose `why` is a loop and the SQLite file that has its mark
+
+
+def check_marks(ledger: Ledger, run: Run, checkpoint: Checkpoint) -> list[Finding]:
+    """Compare a checkpoint with the marks in the SQLite files that the run's workers wrote to.
+
+    A target one commit ahead is a batch whose checkpoint was not renamed: going on adopts it.
+    """
+    findings = []
+    kept = dict(json.loads(event.why) for event in ledger.events(run, what=TARGET))
+    for loop, path in kept.items():
+        expected, number = checkpoint.marks.get(loop, 0), mark_in(Path(path), run.id, loop)
+        if number not in (expected, checkpoint.number + 1):
+            what = f"run {run.id} of {run.job}: the target {path} is not where the checkpoint is"
+            has = "no mark" if number is None else f"the mark {number}"
+            why = f"loop {loop!r} has {has} there, and {expected} in the checkpoint"
+            findings.append(Finding(what, why, "put back the target that belongs to the run"))
+    return findings
+
+
+def mark_in(path: Path, run: str, loop: str) -> int | None:
+    """Return the number of a mark in an SQLite file, changing nothing; None if it has none."""
+    sql = "SELECT number FROM batchrun_mark WHERE run = ? AND loop = ?"
+    try:
+        with contextlib.closing(apsw.Connection(uri_to_read(path), flags=READ_ONLY)) as target:
+            return cast("int | None", target.execute(sql, (run, loop)).get)
+    except apsw.Error:
+        return None
 
 
 def repairs(ledger: Ledger, store: CheckpointStore) -> list[tuple[str, Checkpoint]]:
     """Return the checkpoints that the ledger contradicts and that could be adopted, with words."""
     found = []
-    for name in store.runs():
-        try:
-            checkpoint, digest = parse_checkpoint(store.read(name) or b"")
-        except BrokenCheckpoint:
-            continue
-        known = [run for run in ledger.runs_like(name) if run.id == name]
-        if not known:
+    for checkpoint in readable_checkpoints(store):
+        run = ledger.run_with_id(checkpoint.run)
+        if run is None:
             found.append(("the ledger does not know this run", checkpoint))
-        elif not known[0].finished:
-            facts = look(ledger, store, known[0])
-            action, why = verdict(facts)
-            if action == REFUSE and checkpoint.run == name and digest == facts.digest:
-                found.append((why, checkpoint))
+            continue
+        action, why = verdict(look(ledger, store, run))
+        if action == REFUSE:
+            found.append((why, checkpoint))
     return found
+
+
+def readable_checkpoints(store: CheckpointStore) -> list[Checkpoint]:
+    """Return the valid checkpoints of a job that stand under their own run's name, oldest first."""
+    found = []
+    for name in store.runs():
+        with contextlib.suppress(BrokenCheckpoint):
+            checkpoint, _ = parse_checkpoint(store.read(name) or b"")
+            if checkpoint.run == name and checkpoint.job == store.folder.name:
+                found.append(checkpoint)
+    return sorted(found, key=attrgetter("event", "number"))
 
 
 def set_aside(paths: list[Path], folder: Path) -> list[Path]:
     """Copy files whole into a folder of their own before anything is repaired."""
     make_private_folder(folder.parent)
     make_private_folder(folder)
-    copies = []
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            write_atomically(folder / path.name, path.read_bytes())
-            copies.append(folder / path.name)
-    return copies
+    there = [path for path in paths if path.exists()]
+    for path in there:
+        write_atomically(folder / path.name, path.read_bytes())
+    return [folder / path.name for path in there]
 
 
 # ======================================================================================
@@ -5466,9 +5605,9 @@ class Worker:
     def _read_checkpoint(self) -> Checkpoint | None:
         """Return where to go on; the admission has made file and ledger agree."""
         content = self._store.read(self._run.id)
-        if content is None:
+        if content is None and self._run.number == 0:
             return None
-        checkpoint, digest = parse_checkpoint(content)
+        checkpoint, digest = parse_checkpoint(content or b"")
         if digest != self._run.hash:
             raise lost_ownership(self._run, self._order.generation)
         return checkpoint
@@ -5485,6 +5624,8 @@ class Worker:
                 todo="Add a converter to @job(resumes={...}), install that version again, or type:"
                 f" batchrun run {self._order.job} --fresh",
             )
+        if checkpoint.settings == self._settings_digest:
+            return
         changed = changed_settings(self._run.settings, settings, self._config.folder)
         if changed and "settings" not in self._order.acceptances:
             raise PersonNeeded(
@@ -5708,6 +5849,16 @@ class Worker:
         """Record a line that the supervisor shows."""
         self._ledger.note("worker", SAID, text, run=self._run)
 
+    def note_target(self, loop: str, target: Target) -> None:
+        """Record the SQLite file that keeps the mark of a loop, so that `check` can look there."""
+        if not isinstance(target, SqliteTarget):
+            return
+        path = _tuple(target.connection.execute("PRAGMA database_list").fetchone())[2]
+        where = _compact([loop, path])
+        known = [event.why for event in self._ledger.events(self._run, what=TARGET)]
+        if path and where not in known:
+            self._ledger.note("worker", TARGET, where, run=self._run)
+
 
 SAID = "said"  # an event whose `why` is a line for people
 
@@ -5810,6 +5961,7 @@ def listen(worker: Worker) -> None:
 # and never evidence: the run's edge is made from the row that the worker recorded under its own
 # generation. The lock is released only when the worker's process group is proven empty.
 
+TOLD_BY_THE_WORKER = (ExitCode.STATE_DIRECTORY, ExitCode.LOST_OWNERSHIP)  # it records no ending
 COUNTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WATCH_INTERVAL_S = 0.2
 ONE_STOP_S = {signal.SIGINT: 0.2}  # a second signal sooner than this is the same one
@@ -5963,7 +6115,7 @@ class Supervisor:
             self._lock.release()
             raise
         if outcome.released:
-            self._ledger.make_durable()
+            self._ledger.shorten_log()
             self._lock.release()
         return outcome
 
@@ -5984,11 +6136,13 @@ class Supervisor:
         unfinished = self._ledger.unfinished(launch.job)
         require_witnesses_known(self._ledger, self._store)
         last = self._ledger.last_attempt(unfinished) if unfinished else None
-        unclean = last is not None and last.ending is None
+        left = unfinished is not None and unfinished.state in OWNED
+        unclean = left or (last is not None and last.ending is None)
         if unclean:
             self._ledger.make_durable()
         self._store.open()
         self._store.sweep()
+        retire_witnesses(self._ledger, self._store)
         run_id = os.urandom(5).hex()
         again = unfinished.fresh_in_a_row + 1 if unfinished and fresh_reason else 0
         start = Start(
@@ -6020,11 +6174,7 @@ class Supervisor:
 
     def _require_may_go_on(self, run: Run) -> None:
         """Refuse a run that a person paused, unless a person starts it."""
-        if (
-            run.state == RunState.PAUSED
-            and run.reason == Reason.PERSON
-            and not self._launch.by_person
-        ):
+        if is_paused_by_person(run) and not self._launch.by_person:
             raise PersonNeeded(
                 f"Run {run.id} of {run.job} was paused by a person.",
                 why=f"Since {run.changed_at}.",
@@ -6112,8 +6262,8 @@ class Supervisor:
         code = ExitCode(attempt.exit_code or ExitCode.FAILED)
         if run.state == RunState.INTERRUPTED and self._stops.count:
             code = ExitCode.STOPPED
-        elif run.state == RunState.INTERRUPTED and status == ExitCode.STATE_DIRECTORY:
-            code = ExitCode.STATE_DIRECTORY
+        elif run.state == RunState.INTERRUPTED and status in TOLD_BY_THE_WORKER:
+            code = ExitCode(status)
         return Outcome(code, run, self._letter(run, attempt), released=released)
 
     def _letter(self, run: Run, attempt: Attempt) -> str:
@@ -6146,6 +6296,12 @@ class Supervisor:
         reason = "its source changed"
         self._watcher.say(f"run {run.id} is cancelled, {reason}; a new one begins")
         return self._attempt(self._admit(self._launch, fresh_reason=reason))
+
+
+def is_paused_by_person(run: Run) -> bool:
+    """Tell whether a person paused a run, or asked for it and its owner went away before."""
+    decided = run.state == RunState.PAUSED and run.reason == Reason.PERSON
+    return decided or run.request == Request.PAUSE
 
 
 class StopCounter:
@@ -6347,10 +6503,11 @@ class StateDirectory:
         what = f"The state directory {self.path} cannot be used: {why}."
         return StateDirectoryError(what, unchanged="Nothing was changed.", todo=todo)
 
-    def open_ledger(self, *, create: bool) -> Ledger:
+    def open_ledger(self, *, create: bool, write: bool = True) -> Ledger:
         """Open the ledger; a missing one is a loss if there are checkpoints."""
         witnesses = any((self.path / "checkpoints").glob("*/*.json"))
-        return open_ledger(self.ledger_path, self._host, create=create, witnesses=witnesses)
+        how = {"create": create, "witnesses": witnesses, "write": write}
+        return open_ledger(self.ledger_path, self._host, **how)
 
     def lock_path(self, job: str) -> Path:
         """Return where the lock of a job is."""
@@ -6359,6 +6516,10 @@ class StateDirectory:
     def store(self, job: str) -> CheckpointStore:
         """Return the checkpoints of a job."""
         return CheckpointStore(self.path / "checkpoints" / job)
+
+    def stores(self) -> list[CheckpointStore]:
+        """Return the checkpoints of every job that has some, also of one no longer configured."""
+        return [CheckpointStore(path) for path in sorted((self.path / "checkpoints").glob("*/"))]
 
 
 def command_line_text() -> str:
@@ -6653,7 +6814,7 @@ class App:
     def ledger(self, *, write: bool) -> Ledger:
         """Open the ledger that is there; never makes one."""
         self.state.require_fit(create=False, write=write)
-        return self.state.open_ledger(create=False)
+        return self.state.open_ledger(create=False, write=write)
 
     def find_run(self, ledger: Ledger, name: str) -> Run:
         """Return the run that is meant: a job's unfinished or latest one, or an id's beginning.
@@ -6835,7 +6996,8 @@ def resume_all(app: App) -> ExitCode:
         ledger = app.ledger(write=True)
     except NotFound:
         return ExitCode.DONE
-    due = [run for run in ledger.all_unfinished() if is_due(ledger, run, app.host)]
+    unfinished = [run for run in ledger.all_unfinished() if run.job in app.config.jobs]
+    due = [run for run in unfinished if is_due(ledger, run, app.host)]
     ledger.close()
     worst = ExitCode.DONE
     for run in due:
@@ -6853,12 +7015,12 @@ def resume_all(app: App) -> ExitCode:
 
 def is_due(ledger: Ledger, run: Run, host: Host) -> bool:
     """Tell whether the tick goes on with a run: nobody decided against it, nobody owns it."""
-    if run.state in (RunState.RESERVED, RunState.RUNNING):
+    if is_paused_by_person(run):
+        return False
+    if run.state in OWNED:
         attempt = ledger.last_attempt(run)
         return attempt is None or not host.is_alive(attempt.supervisor)
-    if run.state == RunState.PAUSED:
-        return run.reason != Reason.PERSON
-    return run.state in (RunState.WAITING, RunState.INTERRUPTED)
+    return run.state in (RunState.WAITING, RunState.INTERRUPTED, RunState.PAUSED)
 
 
 @command(
@@ -6993,8 +7155,8 @@ def ask(app: App, name: str, request: Request) -> ExitCode:
 def check_command(app: App) -> ExitCode:
     """Compare ledger and checkpoints; changes nothing."""
     ledger = app.ledger(write=False)
-    findings = check(ledger, app.state.store)
-    for store in (app.state.store(job) for job in app.config.jobs):
+    findings = check(ledger, app.state.store, app.config.jobs)
+    for store in app.state.stores():
         require_witnesses_known(ledger, store)
     lines = [f"{f.what}\n  {f.why}\n  to type: {f.todo}" for f in findings]
     text = "\n".join(lines) or "ledger and checkpoints agree"
@@ -7023,10 +7185,11 @@ def repair_command(app: App, *, apply: bool) -> ExitCode:
 
 def repair_ledger(app: App, *, apply: bool) -> list[tuple[str, Checkpoint]]:
     """Return what is, or would be, adopted; with `apply` under the locks of the jobs concerned."""
-    stores = [app.state.store(job) for job in app.config.jobs]
+    stores = app.state.stores()
     unusable = unusable_ledger(app)
     if unusable:
-        held = [(f"the ledger is lost: {unusable}", c) for c in readable_checkpoints(stores)]
+        found = [c for store in stores for c in readable_checkpoints(store)]
+        held = [(f"the ledger is lost: {unusable}", c) for c in found]
     else:
         ledger = app.ledger(write=False)
         held = [pair for store in stores for pair in repairs(ledger, store)]
@@ -7055,9 +7218,13 @@ def adopt_all(app: App, checkpoints: list[Checkpoint], *, anew: bool) -> None:
             file.unlink(missing_ok=True)
         create_ledger(path, app.host, checkpoints[0].ledger)
     ledger = open_ledger(path, app.host, create=False)
+    newest = {c.job: c for c in checkpoints}  # oldest come first: the last of each job
     for checkpoint in checkpoints:
-        content, digest = checkpoint_bytes(checkpoint)
-        ledger.adopt(checkpoint, content, digest, app.host.user_name(os.getuid()))
+        if newest[checkpoint.job] is checkpoint:
+            content, digest = checkpoint_bytes(checkpoint)
+            ledger.adopt(checkpoint, content, digest, app.host.user_name(os.getuid()))
+        else:  # of a run before it, whose ending nobody knows any more; kept aside
+            app.state.store(checkpoint.job).remove(checkpoint.run)
     ledger.close()
 
 
@@ -7070,16 +7237,6 @@ def unusable_ledger(app: App) -> str:
     except PersonNeeded as error:
         return error.what
     return damage
-
-
-def readable_checkpoints(stores: list[CheckpointStore]) -> list[Checkpoint]:
-    """Return every valid checkpoint."""
-    found = []
-    for store in stores:
-        for name in store.runs():
-            with contextlib.suppress(BrokenCheckpoint):
-                found.append(parse_checkpoint(store.read(name) or b"")[0])
-    return found
 
 
 @command("Set up", argument("folder"), exits=[ExitCode.DONE])

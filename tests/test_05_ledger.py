@@ -1,0 +1,982 @@
+"""Section 5: one verb is one transaction and one edge; what is not a healthy ledger is refused."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import apsw
+import pytest
+from conftest import ROOT, wait_for
+
+import batchrun
+from batchrun import (
+    NEW,
+    TRANSITIONS,
+    Admission,
+    Agreement,
+    AttemptEnd,
+    Basis,
+    Busy,
+    Checkpoint,
+    ConfigurationError,
+    Ending,
+    ExitCode,
+    Host,
+    IllegalTransition,
+    JobError,
+    Ledger,
+    LostOwnership,
+    NotFound,
+    OutcomeUnknown,
+    PersonNeeded,
+    ProcessIdentity,
+    Reason,
+    Reject,
+    Request,
+    Run,
+    RunState,
+    Start,
+    StateDirectoryError,
+    checkpoint_bytes,
+    first_hash,
+    open_ledger,
+    require_sqlite,
+)
+
+ME = ProcessIdentity(4242, 1, "a boot id")
+HOST = Host()
+SUCCEEDED = AttemptEnd(Ending.SUCCEEDED, ExitCode.DONE)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "state").mkdir(mode=0o700)
+    return tmp_path / "state" / "ledger.db"
+
+
+@pytest.fixture
+def ledger(path: Path) -> Iterator[Ledger]:
+    made = open_ledger(path, HOST, create=True)
+    yield made
+    made.close()
+
+
+def nothing(*_: object) -> None:
+    """Say yes."""
+
+
+def start(run_id: str = "r1", **how: Any) -> Start:  # noqa: ANN401 - any field of Start
+    return Start(
+        owner=ME,
+        who="a test",
+        run_id=run_id,
+        log="",
+        **{
+            "require_admission": nothing,
+            "require_may_go_on": nothing,
+            "write_checkpoint": nothing,
+            **how,
+        },
+    )
+
+
+def admit(ledger: Ledger, job: str = "sync", run_id: str = "r1", **how: Any) -> Admission:  # noqa: ANN401
+    return ledger.admit(job, start(run_id, **how), lambda _: Agreement())
+
+
+def opened(ledger: Ledger, **how: Any) -> Run:  # noqa: ANN401
+    """Return a run that was admitted and whose worker has begun."""
+    admission = admit(ledger, **how)
+    run = admission.run
+    basis = Basis({}, 1, first_hash(ledger.uuid, run.id, ""))
+    return ledger.open_attempt(run, admission.generation, ME, basis)
+
+
+def next_checkpoint(ledger: Ledger, run: Run, *, rejected: int = 0) -> Checkpoint:
+    number = run.number + 1
+    counts: dict[str, int] = {"new": 5 * number}
+    link = {"read": 5, "rejected": rejected, "staged": run.generation, "counts": {"new": 5}}
+    return Checkpoint(
+        ledger=ledger.uuid,
+        event=0,
+        operation=0,
+        job=run.job,
+        job_version=1,
+        run=run.id,
+        generation=run.generation,
+        number=number,
+        kind="batch",
+        loop="main",
+        cursor=str(5 * number),
+        ended=False,
+        passed=[],
+        marks={},
+        totals={"read": 5 * number, "rejected": rejected, "batches": number, "counts": counts},
+        link={**link, "first_key": "1", "last_key": "5", "elapsed_s": 0.5},
+        source=None,
+        settings="",
+        previous=run.hash,
+        at="2026-01-31T00:00:00.000Z",
+    )
+
+
+def commit(ledger: Ledger, run: Run, *, publish: Callable[[], None] = nothing) -> Run:
+    """Make the next commit of a run; return the run after it."""
+    checkpoint = next_checkpoint(ledger, run)
+    content, digest = checkpoint_bytes(checkpoint)
+    ledger.commit(run, checkpoint, content, digest, (0.1, 0.2, 0.3), publish)
+    return ledger.run(run.key)
+
+
+def everything(ledger: Ledger) -> list[Any]:
+    """Return all rows of all tables."""
+    tables = [row[0] for row in ledger._rows("SELECT name FROM sqlite_schema WHERE type='table'")]
+    return [(table, ledger._rows(f"SELECT * FROM {table}")) for table in tables]
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+DESIGNED = """
+new -> waiting, reserved
+waiting -> reserved, cancelled
+reserved -> running, succeeded, awaiting, paused, interrupted, failed, cancelled
+running -> reserved, succeeded, awaiting, paused, interrupted, failed, cancelled
+awaiting -> reserved, cancelled
+paused -> reserved, cancelled
+interrupted -> reserved, cancelled
+failed -> reserved, cancelled
+"""
+EDGES = {
+    (before, after)
+    for line in DESIGNED.strip().splitlines()
+    for before, _, rest in [line.partition(" -> ")]
+    for after in rest.split(", ")
+}
+PAIRS = list(product([NEW, *RunState], RunState))
+
+
+def test_the_edges_are_those_of_the_design_each_with_a_sentence_of_its_own() -> None:
+    assert set(TRANSITIONS) == EDGES
+    assert len(set(TRANSITIONS.values())) == len(TRANSITIONS)
+
+
+def test_the_database_holds_the_same_edges(ledger: Ledger) -> None:
+    rows = ledger._rows("SELECT from_state, to_state, sentence FROM edge")
+    assert {(before, after): sentence for before, after, sentence in rows} == TRANSITIONS
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_the_database_lets_a_run_go_along_the_edges_and_no_other_way(
+    ledger: Ledger, before: str, after: str
+) -> None:
+    sql = "INSERT INTO run (id, job, state, created_at, changed_at) VALUES ('x', 'j', ?, '', '')"
+    allowed = contextlib.nullcontext()
+    refused = pytest.raises(apsw.ConstraintError, match="illegal transition")
+    with allowed if (before, after) in EDGES else refused:
+        if before == NEW:
+            ledger._sql(sql, (after,))
+        else:
+            put_into(ledger, sql, before)
+            ledger._sql("UPDATE run SET state = ?", (after,))
+
+
+def put_into(ledger: Ledger, sql: str, state: str) -> None:
+    """Insert a run and lead it to a state along edges only."""
+    ledger._sql(sql, ("reserved" if state != "waiting" else "waiting",))
+    if state not in ("reserved", "waiting"):
+        ledger._sql("UPDATE run SET state = ?", (state,))
+
+
+@pytest.mark.parametrize(("before", "after"), [pair for pair in PAIRS if pair[0] != NEW])
+def test_a_verb_goes_along_the_edges_and_no_other_way(
+    ledger: Ledger, before: str, after: RunState
+) -> None:
+    sql = "INSERT INTO run (id, job, state, created_at, changed_at) VALUES ('x', 'j', ?, '', '')"
+    put_into(ledger, sql, before)
+    run = ledger.run(1)
+    if (before, after) in EDGES:
+        with ledger._writing():
+            assert ledger._move(run, after, who="a test").state == after
+        said = [(event.who, event.what, event.why) for event in ledger.events()]
+        assert said == [("a test", after, TRANSITIONS[before, after])]
+    else:
+        message = f"Run x is {before}; there is no edge from there to {after}."
+        with pytest.raises(IllegalTransition, match=f"^{re.escape(message)}$"), ledger._writing():
+            ledger._move(run, after, who="a test")
+        assert ledger.events() == []
+
+
+def test_a_run_that_moved_meanwhile_is_not_moved_again(ledger: Ledger) -> None:
+    run = admit(ledger).run
+    ledger.cancel(run, "a person", "why not")
+    with (
+        pytest.raises(IllegalTransition, match=r"^Run r1 was no longer reserved\.$"),
+        ledger._writing(),
+    ):
+        ledger._move(run, RunState.RUNNING, who="a test")
+
+
+def test_a_job_has_one_unfinished_run(ledger: Ledger) -> None:
+    admit(ledger)
+    with pytest.raises(StateDirectoryError, match="UNIQUE constraint failed"), ledger._writing():
+        ledger._insert_run("sync", start("r2"))
+    assert admit(ledger, "another job", "r2").run.id == "r2"
+
+
+def test_event_ids_only_rise_and_the_newest_stays(ledger: Ledger) -> None:
+    first, second = ledger.note("me", "one"), ledger.note("me", "two")
+    assert second == first + 1
+    with pytest.raises(StateDirectoryError, match="the ledger's clock"), ledger._writing():
+        ledger._sql("DELETE FROM event WHERE id = ?", (second,))
+    with ledger._writing():
+        ledger._sql("DELETE FROM event WHERE id = ?", (first,))
+    assert ledger.newest_event() == second
+
+
+# --- verbs ----------------------------------------------------------------------------------------
+
+
+def test_a_run_is_led_from_its_start_to_its_end(ledger: Ledger) -> None:
+    run = opened(ledger)
+    assert (run.state, run.generation, run.number) == (RunState.RESERVED, 1, 0)
+    ledger.begin_batches(run, 1, 10)
+    run = commit(ledger, commit(ledger, run))
+    assert (run.state, run.number, run.batches, run.read) == (RunState.RUNNING, 2, 2, 10)
+    assert (run.counts, run.expected) == ({"new": 10}, 10)
+    assert (run.read_s, run.work_s, run.own_s) == pytest.approx((0.2, 0.4, 0.6))
+    ledger.end_attempt(run, 1, SUCCEEDED, [{"name": "file", "elapsed_s": 0.0, "error": None}])
+    run = ledger.settle(run, 1, batchrun.DIED, signal=None, peak_rss_bytes=5)
+    assert (run.state, run.finished, run.request) == (RunState.SUCCEEDED, True, None)
+    (attempt,) = ledger.attempts(run)
+    assert (attempt.supervisor, attempt.worker, attempt.ending) == (ME, ME, "succeeded")
+    assert (attempt.from_number, attempt.to_number, attempt.peak_rss_bytes) == (0, 2, 5)
+    assert ledger.last_attempt(run) == attempt
+    assert attempt.releases[0]["name"] == "file"
+    row = ledger.commit_row(run, 2)
+    assert row is not None
+    assert (row.read, row.counts, row.hash, row.cursor) == (5, {"new": 5}, run.hash, "10")
+    assert ledger.gaps(run) == []
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason", "state"),
+    [
+        (Ending.SUCCEEDED, Reason.NONE, RunState.SUCCEEDED),
+        (Ending.STOPPED, Reason.STOP, RunState.PAUSED),
+        (Ending.RAISED, Reason.NONE, RunState.FAILED),
+        (Ending.REFUSED, Reason.NONE, RunState.FAILED),
+        (Ending.CHANGED, Reason.NONE, RunState.FAILED),
+        (Ending.DIED, Reason.NONE, RunState.INTERRUPTED),
+    ],
+)
+def test_the_state_follows_the_ending_that_the_worker_recorded(
+    ledger: Ledger, ending: Ending, reason: Reason, state: RunState
+) -> None:
+    run = opened(ledger)
+    ledger.end_attempt(run, 1, AttemptEnd(ending, ExitCode.FAILED, reason), [])
+    assert (settled := ledger.settle(run, 1, SUCCEEDED)).state == state
+    assert settled.reason == reason
+
+
+def test_a_worker_without_an_ending_is_interrupted(ledger: Ledger) -> None:
+    run = opened(ledger)
+    assert ledger.settle(run, 1, batchrun.DIED).state == RunState.INTERRUPTED
+
+
+def test_an_older_generation_can_write_nothing(ledger: Ledger) -> None:
+    old = opened(ledger)
+    newer = opened(ledger)
+    assert (old.generation, newer.generation) == (1, 2)
+    before = everything(ledger)
+    published: list[str] = []
+    basis = Basis({}, 1, "")
+    writes: list[Callable[[], object]] = [
+        lambda: commit(ledger, old, publish=lambda: published.append("renamed")),
+        lambda: ledger.open_attempt(old, 1, ME, basis),
+        lambda: ledger.begin_batches(old, 1, None),
+        lambda: ledger.stage_rejects(old, 1, 1, "main", [Reject("x", "y")]),
+        lambda: ledger.end_attempt(old, 1, SUCCEEDED, []),
+        lambda: ledger.settle(old, 1, SUCCEEDED, signal=9),
+    ]
+    for write in writes:
+        with pytest.raises(LostOwnership) as lost:
+            write()
+        assert lost.value.exit_code == ExitCode.LOST_OWNERSHIP
+    assert str(lost.value) == (
+        "Lost ownership of run r1: generation 1 was superseded.\n"
+        "Another process took the run over; this one may not write any more.\n"
+        "Nothing was changed here: not the ledger, not the checkpoint, not the target.\n"
+        "See `batchrun status sync`."
+    )
+    assert (published, everything(ledger)) == ([], before)
+
+
+def test_a_commit_follows_the_one_before_and_no_other(ledger: Ledger) -> None:
+    run = opened(ledger)
+    commit(ledger, run)
+    with pytest.raises(LostOwnership):
+        commit(ledger, run)  # number 1 once more
+    assert ledger.run(run.key).number == 1
+
+
+def test_a_rename_that_fails_leaves_no_row(ledger: Ledger) -> None:
+    run = opened(ledger)
+    before = everything(ledger)
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        commit(ledger, run, publish=fail)
+    assert everything(ledger) == before
+
+
+def test_a_commit_that_raised_is_an_unknown_outcome(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = ledger._sql
+
+    def fail(sql: str, *bindings: object) -> object:
+        if sql == "COMMIT":
+            raise apsw.IOError("IOError: disk I/O error")
+        return real(sql, *bindings)
+
+    monkeypatch.setattr(ledger, "_sql", fail)
+    with pytest.raises(OutcomeUnknown, match="COMMIT failed") as unknown:
+        ledger.note("me", "one")
+    assert unknown.value.exit_code == ExitCode.STATE_DIRECTORY
+    assert ledger.events() == []
+
+
+def test_a_request_is_kept_until_the_edge_that_honours_it(ledger: Ledger) -> None:
+    run = opened(ledger)
+    ledger.request(run, Request.PAUSE, "a person")
+    assert ledger.run(run.key).request == "pause"
+    ledger.end_attempt(run, 1, AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, Reason.PERSON), [])
+    assert ledger.settle(run, 1, batchrun.DIED).request is None
+
+
+def test_nothing_outranks_a_cancel(ledger: Ledger) -> None:
+    run = opened(ledger)
+    ledger.request(run, Request.CANCEL, "a person")
+    ledger.request(run, Request.CANCEL, "another person")
+    with pytest.raises(IllegalTransition) as refusal:
+        ledger.request(run, Request.PAUSE, "a person")
+    assert str(refusal.value) == (
+        "Run r1 has finished, or is to be cancelled already.\n"
+        "Nothing was changed.\n"
+        "See: batchrun status sync"
+    )
+    again = admit(ledger, run_id="r2")
+    assert (again.run.id, ledger.run(run.key).state) == ("r2", RunState.CANCELLED)
+    assert "run r1 cancelled: cancelling was asked for before it ended" in again.said
+    with pytest.raises(IllegalTransition):
+        ledger.request(run, Request.CANCEL, "too late")
+    assert ledger.run(run.key).request is None
+
+
+def test_a_cancel_supersedes_every_owner(ledger: Ledger) -> None:
+    run = opened(ledger)
+    ledger.cancel(run, "a person", "not needed")
+    with pytest.raises(LostOwnership):
+        commit(ledger, run)
+    with pytest.raises(IllegalTransition, match="Run r1 is cancelled; there is no edge"):
+        ledger.cancel(run, "a person", "again")
+
+
+def test_a_run_that_nobody_owns_is_paused_by_a_person(ledger: Ledger) -> None:
+    run = opened(ledger)
+    ledger.pause(run, "a person")
+    paused = ledger.run(run.key)
+    assert (paused.state, paused.reason) == (RunState.PAUSED, Reason.PERSON)
+    ledger.pause(paused, "a person")
+    ledger.cancel(paused, "a person", "")
+    ledger.pause(paused, "a person")
+    assert ledger.run(run.key).state == RunState.CANCELLED
+
+
+def test_a_resume_begins_no_new_run(ledger: Ledger) -> None:
+    with pytest.raises(NotFound, match=r"^The job sync has never run\."):
+        admit(ledger, only_resume=True)
+    run = opened(ledger)
+    ledger.end_attempt(run, 1, SUCCEEDED, [])
+    assert admit(ledger, only_resume=True, run_id="r2").run.state == RunState.SUCCEEDED
+    found = admit(ledger, only_resume=True, run_id="r3")
+    assert (found.run.id, found.generation) == ("r1", 0)
+    assert [run.id for run in ledger._all(Run, "")] == ["r1"]
+
+
+def test_an_admission_that_is_refused_changes_nothing(ledger: Ledger) -> None:
+    commit(ledger, opened(ledger))
+
+    def refuse(*_: object) -> Agreement:
+        raise PersonNeeded("No.")
+
+    before = everything(ledger)
+    with pytest.raises(PersonNeeded):
+        admit(ledger, require_admission=refuse)
+    with pytest.raises(PersonNeeded):
+        admit(ledger, require_may_go_on=refuse)
+    with pytest.raises(PersonNeeded):
+        ledger.admit("sync", start(), refuse)
+    with pytest.raises(PersonNeeded, match="was started with other settings"):
+        admit(ledger, overrides={"feed": "other.csv"})
+    assert everything(ledger) == before
+
+
+def test_a_fresh_start_cancels_and_begins_in_one_transaction(ledger: Ledger) -> None:
+    commit(ledger, opened(ledger))
+    fresh = admit(ledger, run_id="r2", fresh=True)
+    assert (fresh.run.id, fresh.run.number) == ("r2", 0)
+    assert [run.state for run in ledger._all(Run, "ORDER BY key")] == ["cancelled", "reserved"]
+
+
+def test_rejects_count_only_when_their_commit_does(ledger: Ledger) -> None:
+    run = opened(ledger)
+    ledger.stage_rejects(run, 1, 1, "main", [Reject("old", "left by a killed try")])
+    run = opened(ledger)
+    ledger.stage_rejects(run, 2, 1, "main", [Reject("a", "no sku"), Reject("b", "no price")])
+    assert ledger.rejects(run) == []
+    checkpoint = next_checkpoint(ledger, run, rejected=2)
+    content, digest = checkpoint_bytes(checkpoint)
+    ledger.commit(run, checkpoint, content, digest, (0, 0, 0), nothing)
+    assert ledger.rejects(run) == [(1, "a", "no sku"), (1, "b", "no price")]
+    assert ledger._rows("SELECT count(*) FROM reject") == [(2,)]
+
+
+def test_a_run_is_found_by_any_beginning_of_its_id(ledger: Ledger) -> None:
+    for number, name in enumerate(("ab", "abzzzz9", "abc", "b", "a%", "ab\U0010fffe")):
+        admit(ledger, f"job{number}", name)
+    assert {run.id for run in ledger.runs_like("ab")} == {"ab", "abzzzz9", "abc", "ab\U0010fffe"}
+    assert [run.id for run in ledger.runs_like("a%")] == ["a%"]
+    assert ledger.runs_like("c") == []
+    assert len(ledger.runs_like("")) == 5
+    found = ledger.run_with_id("ab")
+    assert found is not None
+    assert (found.id, ledger.run_with_id("a")) == ("ab", None)
+
+
+def test_refusals_are_counted_since_the_last_success(ledger: Ledger) -> None:
+    for _ in range(3):
+        ledger.note("me", "refused: busy", job="sync")
+    assert ledger.refused_since_success("sync") == 3
+    run = opened(ledger)
+    ledger.settle(run, 1, SUCCEEDED)
+    ledger.note("me", "refused: maintenance", job="sync")
+    ledger.note("me", "refused: busy", job="another job")
+    assert ledger.refused_since_success("sync") == 1
+    assert [event.what for event in ledger.events(job="sync", what="refused: m%")] == [
+        "refused: maintenance"
+    ]
+
+
+def test_a_lost_row_is_a_gap_also_at_the_end(ledger: Ledger) -> None:
+    run = opened(ledger)
+    for _ in range(6):
+        run = commit(ledger, run)
+    with ledger._writing():
+        ledger._sql("DELETE FROM batch WHERE number IN (1, 3, 4, 6)")
+    assert ledger.gaps(run) == [(1, 1), (3, 4), (6, 6)]
+
+
+# --- the connection -------------------------------------------------------------------------------
+
+
+def test_every_commit_is_synced_and_the_log_is_a_write_ahead_log(ledger: Ledger) -> None:
+    pragma = ledger._connection.pragma
+    assert (pragma("journal_mode"), pragma("synchronous"), pragma("foreign_keys")) == ("wal", 2, 1)
+
+
+@pytest.mark.parametrize("version", ["3.40.1", "3.51.2", "3.52.0", "3.52.7"])
+def test_an_sqlite_that_can_corrupt_a_ledger_is_refused(version: str) -> None:
+    with pytest.raises(ConfigurationError) as refusal:
+        require_sqlite(version)
+    assert str(refusal.value) == (
+        f"SQLite {version} is not fit for a ledger.\n"
+        "Versions before 3.51.3 can corrupt a WAL file; 3.52 was withdrawn.\n"
+        "Nothing was opened.\n"
+        "Type: python -m pip install 'apsw>=3.51.3.0,!=3.52.*'"
+    )
+
+
+@pytest.mark.parametrize("version", ["3.51.3", "3.53.0", "4.0.0"])
+def test_a_sound_sqlite_is_taken(version: str) -> None:
+    require_sqlite(version)
+
+
+def test_opening_asks_for_the_version_first(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apsw, "sqlite_lib_version", lambda: "3.51.2")
+    with pytest.raises(ConfigurationError):
+        open_ledger(path, HOST, create=True)
+    assert not path.exists()
+
+
+def test_a_forked_child_cannot_use_the_ledger_and_the_parent_is_unharmed(ledger: Ledger) -> None:
+    admit(ledger)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            ledger.close()
+            ledger.events()
+        except JobError as refusal:
+            said = "The ledger was opened by another process and is not used in its children."
+            code = 0 if refusal.what == said else 2
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert commit(ledger, opened(ledger)).number == 1
+
+
+class QuickHost(Host):
+    """A machine on which ten seconds pass in a tenth."""
+
+    def monotonic(self) -> float:
+        return super().monotonic() * 100
+
+
+def test_a_write_lock_held_for_too_long_is_busy(ledger: Ledger, path: Path) -> None:
+    other = open_ledger(path, QuickHost(), create=False)
+    with ledger._writing():
+        assert other.events() == []  # readers go on
+        with pytest.raises(Busy) as busy:
+            other.note("me", "one")
+    assert str(busy.value) == (
+        f"The ledger {path} is busy.\n"
+        "Another process has held its write lock for 10 s.\n"
+        "Nothing was changed.\n"
+        "Start again."
+    )
+    assert other.note("me", "one") == 1
+    other.close()
+
+
+def test_a_reader_held_open_stops_no_run_but_is_told_to_one_that_must_sync(
+    ledger: Ledger, path: Path
+) -> None:
+    reader = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)
+    reader.execute("BEGIN; SELECT * FROM run")
+    run = commit(ledger, opened(ledger))
+    assert not ledger.shorten_log()
+    other = open_ledger(path, QuickHost(), create=False)
+    with pytest.raises(StateDirectoryError) as refusal:
+        other.make_durable()
+    assert str(refusal.value) == (
+        f"The log of the ledger {path} cannot be written back.\n"
+        "The last owner did not end cleanly, and another process has kept the ledger open"
+        " for reading for 10 s.\n"
+        "Nothing was started.\n"
+        f"See who reads it: fuser -v {path}; then start again."
+    )
+    for _ in range(300):
+        run = commit(ledger, run)
+    assert ledger.log_bytes() > 300 * 4096
+    reader.close()
+    other.make_durable()
+    assert ledger.log_bytes() == 0
+    assert ledger.shorten_log()
+    other.close()
+
+
+def test_the_log_is_bounded_without_readers(ledger: Ledger) -> None:
+    run = opened(ledger)
+    for _ in range(600):
+        run = commit(ledger, run)
+    assert ledger.log_bytes() < 5_000_000
+
+
+CHILD = (
+    f"import sys; sys.path.insert(0, {str(ROOT)!r}); import batchrun; from pathlib import Path\n"
+)
+
+
+def child(code: str, *arguments: object, point: str = "") -> subprocess.Popen[str]:
+    """Start a Python process with batchrun imported."""
+    environment = {**os.environ, "BATCHRUN_TEST_POINT": point}
+    command = [sys.executable, "-c", CHILD + code, *map(str, arguments)]
+    return subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out + err
+
+
+WRITER = """
+ledger = batchrun.open_ledger(Path(sys.argv[1]), batchrun.Host(), create=False)
+run = ledger.unfinished(sys.argv[2])
+for number in range(100):
+    ledger.note("child", "written", str(number))
+    ledger.begin_batches(run, 1, number) if number == 0 else ledger.stage_rejects(
+        run, 1, 1, "main", [batchrun.Reject(str(number), "reads first, writes later")]
+    )
+"""
+
+
+def test_eight_writers_of_two_hundred_rows_meet_no_error(ledger: Ledger, path: Path) -> None:
+    jobs = [f"job{number}" for number in range(8)]
+    for job in jobs:
+        opened(ledger, job=job, run_id=job)
+    writers = [child(WRITER, path, job) for job in jobs]
+    assert [finished(writer) for writer in writers] == [(0, "")] * 8
+    assert len(ledger.events(what="written")) == 800
+    assert {run.state for run in ledger.all_unfinished()} == {RunState.RUNNING}
+    assert ledger.damage() == ""
+
+
+RACE = """
+host = batchrun.Host()
+print("ready", flush=True)
+for name in sys.stdin:
+    path = Path(name.strip())
+    ledger = batchrun.open_ledger(path, host, create=True)
+    ledger.note("child", "opened")
+    print(ledger.uuid, flush=True)
+    ledger.close()
+"""
+
+
+def test_six_processes_that_open_first_make_one_ledger(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CHILD + RACE]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with contextlib.ExitStack() as stack:
+        racers = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(6)]
+        assert {racer.stdout.readline() for racer in racers if racer.stdout} == {"ready\n"}
+        for round_ in range(30):
+            path = tmp_path / f"{round_}.db"
+            for racer in racers:
+                assert racer.stdin is not None
+                racer.stdin.write(f"{path}\n")
+                racer.stdin.flush()
+            said = {racer.stdout.readline() for racer in racers if racer.stdout}
+            assert len(said) == 1, said
+            made = open_ledger(path, HOST, create=False)
+            assert len(made.events()) == 6
+            made.close()
+        for racer in racers:
+            assert racer.stdin is not None
+            racer.stdin.close()
+
+
+# --- what is no healthy ledger --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", ["ledger.made", "ledger.begun"])
+def test_a_maker_that_is_killed_leaves_no_half_ledger(path: Path, point: str) -> None:
+    code = "batchrun.open_ledger(Path(sys.argv[1]), batchrun.Host(), create=True)"
+    made = finished(child(code, path, point=f"{point}=kill"))
+    assert made[0] == (-signal.SIGKILL if point == "ledger.made" else 0)
+    ledger = open_ledger(path, HOST, create=True)
+    admit(ledger)
+    ledger.close()
+    assert [entry.name for entry in path.parent.iterdir()] == ["ledger.db"]
+
+
+LOST = (
+    "The ledger {path} does not hold what the checkpoints tell of: {how}.\n"
+    "Without it batchrun would begin at record 1 again.\n"
+    "Nothing was changed; it is never made anew by itself.\n"
+    "Put the ledger back from a backup, or see `batchrun repair`."
+)
+
+
+def test_a_ledger_that_is_missing_or_empty_is_a_loss_if_checkpoints_exist(path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(PersonNeeded) as refusal:
+            open_ledger(path, HOST, create=True, witnesses=True)
+        assert str(refusal.value) == LOST.format(path=path, how="it is missing or empty")
+        path.touch()
+    assert path.stat().st_size == 0
+
+
+def test_a_ledger_that_is_missing_beside_its_log_is_a_loss(path: Path) -> None:
+    log = path.with_name("ledger.db-wal")
+    log.write_bytes(b"rows")
+    with pytest.raises(PersonNeeded, match="it is missing or empty"):
+        open_ledger(path, HOST, create=True)
+    assert (path.exists(), log.read_bytes()) == (False, b"rows")
+
+
+def test_a_missing_ledger_is_not_made_to_be_read(path: Path) -> None:
+    with pytest.raises(NotFound, match=r"^There is no ledger at .*\nType: batchrun run JOB$"):
+        open_ledger(path, HOST, create=False)
+    assert list(path.parent.iterdir()) == []
+
+
+def refusal_of(path: Path) -> PersonNeeded | StateDirectoryError:
+    """Open what is no healthy ledger; return the refusal, its bytes being untouched."""
+    before = path.read_bytes()
+    with pytest.raises((PersonNeeded, StateDirectoryError)) as refusal:
+        open_ledger(path, HOST, create=True, witnesses=True)
+    assert path.read_bytes() == before
+    assert isinstance(refusal.value, PersonNeeded | StateDirectoryError)
+    return refusal.value
+
+
+def test_a_text_file_is_no_ledger(path: Path) -> None:
+    path.write_text("not a database " * 1000)
+    assert str(refusal_of(path)) == (
+        f"The ledger {path} is damaged: file is not a database.\n"
+        "It is left as it is; the checkpoints are beside it.\n"
+        "See `batchrun check`, then `batchrun repair`."
+    )
+
+
+def test_another_database_is_no_ledger(path: Path) -> None:
+    with contextlib.closing(apsw.Connection(str(path))) as other:
+        other.execute("CREATE TABLE ledger (uuid)")
+    assert refusal_of(path).what.endswith("tell of: it is not a batchrun ledger.")
+    with contextlib.closing(apsw.Connection(str(path))) as other:
+        other.pragma("application_id", batchrun.APPLICATION_ID)
+        other.pragma("user_version", 1)
+    assert refusal_of(path).what.endswith("tell of: its own row is gone.")
+    with contextlib.closing(apsw.Connection(str(path))) as other:
+        other.execute("DROP TABLE ledger")
+    assert "no such table: ledger" in refusal_of(path).what
+
+
+@pytest.fixture
+def at_rest(path: Path) -> Path:
+    """A ledger with forty commits, closed."""
+    ledger = open_ledger(path, HOST, create=True)
+    run = opened(ledger)
+    for _ in range(40):
+        run = commit(ledger, run)
+    ledger.close()
+    return path
+
+
+def test_a_truncated_ledger_is_damaged_at_once_or_when_looked_at(at_rest: Path) -> None:
+    content = at_rest.read_bytes()
+    for length in range(100, len(content), 4096 + 100):
+        at_rest.write_bytes(content[:length])
+        try:
+            ledger = open_ledger(at_rest, HOST, create=True, witnesses=True)
+        except PersonNeeded:
+            continue
+        assert ledger.damage() != "", length
+        ledger.close()
+
+
+def test_damaged_pages_are_found_and_named(at_rest: Path) -> None:
+    content = at_rest.read_bytes()
+    for number in range(len(content) // 4096):
+        start_, damaged = number * 4096, bytearray(content)
+        damaged[start_ : start_ + 110] = bytes(110)
+        at_rest.write_bytes(damaged)
+        try:
+            ledger = open_ledger(at_rest, HOST, create=True, witnesses=True)
+        except PersonNeeded:
+            continue
+        assert ledger.damage() != "", number
+        ledger.close()
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hard link", "directory", "pipe"])
+def test_only_a_plain_file_is_a_ledger(at_rest: Path, tmp_path: Path, kind: str) -> None:
+    outside = tmp_path / "outside.db"
+    shutil.move(at_rest, outside)
+    before = outside.read_bytes()
+    if kind == "symlink":
+        at_rest.symlink_to(outside)
+    elif kind == "hard link":
+        at_rest.hardlink_to(outside)
+    elif kind == "directory":
+        at_rest.mkdir()
+    else:
+        os.mkfifo(at_rest)
+    with pytest.raises(StateDirectoryError) as refusal:
+        open_ledger(at_rest, HOST, create=True)
+    assert str(refusal.value) == (
+        f"{at_rest} is not a plain file.\n"
+        "It is a link, a directory, a pipe, or has a second name.\n"
+        "It is left as it is.\n"
+        f"See what it is: ls -l {at_rest}"
+    )
+    assert outside.read_bytes() == before
+
+
+def test_a_link_where_the_ledger_is_made_is_not_followed(path: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("precious")
+    (path.parent / ".ledger.db.tmp").symlink_to(outside)
+    open_ledger(path, HOST, create=True).close()
+    assert outside.read_text() == "precious"
+
+
+# --- versions -------------------------------------------------------------------------------------
+
+
+def with_version(path: Path, version: int) -> None:
+    with contextlib.closing(apsw.Connection(str(path))) as other:
+        other.pragma("user_version", version)
+
+
+def test_a_newer_ledger_is_refused_untouched(at_rest: Path) -> None:
+    with_version(at_rest, 2)
+    refusal = refusal_of(at_rest)
+    assert refusal.exit_code == ExitCode.STATE_DIRECTORY
+    assert str(refusal) == (
+        f"The ledger {at_rest} has version 2; this batchrun knows 1.\n"
+        "A newer batchrun made it.\n"
+        "It was not touched.\n"
+        "Install that version again: python -m pip install -U batchrun"
+    )
+
+
+def test_a_ledger_without_a_version_is_refused_untouched(at_rest: Path) -> None:
+    with_version(at_rest, 0)
+    assert str(refusal_of(at_rest)) == (
+        f"The ledger {at_rest} has version 0, older than any that can be migrated.\n"
+        "It was not touched.\n"
+        "See `batchrun check`."
+    )
+
+
+def test_an_older_ledger_is_migrated_after_a_backup(
+    at_rest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batchrun, "SCHEMA_VERSION", 2)
+    monkeypatch.setattr(batchrun, "MIGRATIONS", {1: "ALTER TABLE run ADD COLUMN colour TEXT"})
+    ledger = open_ledger(at_rest, HOST, create=False)
+    assert ledger._rows("SELECT colour, number FROM run") == [(None, 40)]
+    assert ledger._connection.pragma("user_version") == 2
+    ledger.close()
+    backup = at_rest.with_name("ledger.db.version1")
+    assert backup.stat().st_mode & 0o777 == 0o600
+    monkeypatch.undo()
+    old = open_ledger(backup, HOST, create=False)
+    assert (old.run(1).number, old.damage()) == (40, "")
+    old.close()
+
+
+MIGRATE = """
+batchrun.SCHEMA_VERSION = 2
+batchrun.MIGRATIONS = {1: "ALTER TABLE run ADD COLUMN colour TEXT"}
+batchrun.open_ledger(Path(sys.argv[1]), batchrun.Host(), create=False).close()
+"""
+
+
+def test_a_migration_that_is_killed_has_changed_nothing_and_is_done_again(at_rest: Path) -> None:
+    assert finished(child(MIGRATE, at_rest, point="migrate.commit=kill"))[0] == -signal.SIGKILL
+    ledger = open_ledger(at_rest, HOST, create=False)  # by the old version
+    assert (ledger.run(1).number, ledger._connection.pragma("user_version")) == (40, 1)
+    ledger.close()
+    assert finished(child(MIGRATE, at_rest)) == (0, "")
+    assert finished(child(MIGRATE, at_rest)) == (0, "")
+    assert refusal_of(at_rest).what.endswith("has version 2; this batchrun knows 1.")
+
+
+def test_a_ledger_is_not_migrated_under_a_running_job(at_rest: Path) -> None:
+    lock = batchrun.JobLock(at_rest.parent / "locks" / "sync.lock")
+    assert lock.acquire()
+    code, said = finished(child(MIGRATE, at_rest))
+    lock.release()
+    assert code == 1
+    assert said.endswith(
+        "batchrun.Busy: The ledger must be migrated, but sync is running.\n"
+        "Its process may be an older batchrun.\n"
+        "Nothing was changed.\n"
+        "Wait for its end, or type: batchrun pause sync\n"
+    )
+    open_ledger(at_rest, HOST, create=False).close()
+
+
+def test_an_older_batchrun_admits_nothing_after_a_migration(at_rest: Path) -> None:
+    ledger = open_ledger(at_rest, HOST, create=False)
+    assert finished(child(MIGRATE, at_rest)) == (0, "")
+    with pytest.raises(StateDirectoryError, match="has version 2; this batchrun knows 1"):
+        admit(ledger)
+    ledger.close()
+
+
+# --- reading without writing ----------------------------------------------------------------------
+
+
+class OtherOwner:
+    """Lets a ledger look like somebody else's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+
+KEPT_OPEN = """
+ledger = batchrun.open_ledger(Path(sys.argv[1]), batchrun.Host(), create=False)
+ledger.note("the owner", "in the log only")
+print("written", flush=True)
+import signal
+signal.pause()
+"""
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {e.name: (e.stat().st_mtime_ns, e.read_bytes()) for e in folder.iterdir()}
+
+
+@pytest.mark.parametrize("left", ["at rest", "in use", "killed"])
+def test_another_owners_ledger_is_read_without_making_or_changing_a_file(
+    at_rest: Path, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    owner = None
+    if left != "at rest":
+        owner = child(KEPT_OPEN, at_rest)
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "written\n"
+        if left == "killed":
+            owner.kill()
+            finished(owner)
+    before = contents(at_rest.parent)
+    OtherOwner(monkeypatch)
+    reader = open_ledger(at_rest, HOST, create=False, write=False)
+    assert reader.run(1).number == 40
+    expected = [] if left == "at rest" else ["in the log only"]
+    assert [event.what for event in reader.events(what="in%")] == expected
+    assert reader.damage() == ""
+    with pytest.raises(StateDirectoryError, match="ReadOnlyError"):
+        reader.note("me", "written")
+    reader.close()
+    assert contents(at_rest.parent) == before
+    if owner is not None:
+        owner.kill()
+        finished(owner)
+
+
+def test_an_older_ledger_of_another_owner_is_not_migrated(
+    at_rest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batchrun, "SCHEMA_VERSION", 2)
+    OtherOwner(monkeypatch)
+    with pytest.raises(StateDirectoryError, match="has version 1, not migrated to 2 yet"):
+        open_ledger(at_rest, HOST, create=False, write=False)
+
+
+class FullHost(Host):
+    """A machine without a free byte."""
+
+    def free_bytes(self, path: Path) -> int:  # noqa: ARG002
+        return 0
+
+
+def test_a_full_disk_is_never_called_corruption(at_rest: Path) -> None:
+    for error in (apsw.FullError("full"), apsw.IOError("IOError: disk I/O error")):
+        letter = batchrun.ledger_letter(error, at_rest, FullHost())
+        assert letter.exit_code == ExitCode.STATE_DIRECTORY
+        assert letter.what == f"Disk full: the ledger {at_rest} cannot be written ({error})."
+
+
+def test_json_columns_come_back_as_what_they_were(ledger: Ledger) -> None:
+    run = admit(ledger, overrides={"feed": "a.csv"}).run
+    assert run.overrides == {"feed": "a.csv"}
+    assert ledger._rows("SELECT overrides FROM run") == [(json.dumps(run.overrides),)]
+    assert wait_for(lambda: ledger.latest("sync"), "the run") == run
+    assert [found.id for found in ledger.latest_of_each_job()] == ["r1"]

@@ -1,0 +1,213 @@
+"""Section 6: the kernel says who lives, the lockfile who may begin."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, wait_for
+
+from batchrun import Host, JobLock, Maintenance, MaintenanceOn, StateDirectoryError, holds_lock
+
+HOLDER = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+import batchrun, signal
+from pathlib import Path
+lock = batchrun.JobLock(Path(sys.argv[1]))
+print(lock.acquire(), flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "locks" / "sync.lock"
+
+
+@pytest.fixture
+def hold(path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """Start a process that takes the lock and keeps it."""
+    held: list[subprocess.Popen[str]] = []
+
+    def begin() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", HOLDER, str(path)]
+        process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE)
+        held.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        return process
+
+    yield begin
+    for process in held:
+        process.kill()
+        process.communicate()
+
+
+def test_a_lock_is_had_once_and_free_after_its_release(path: Path) -> None:
+    lock, other = JobLock(path), JobLock(path)
+    assert lock.acquire()
+    assert lock.is_ours()
+    assert not other.acquire()
+    lock.release()
+    assert other.acquire()
+    other.release()
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+def test_a_lock_file_left_by_nobody_is_free(path: Path) -> None:
+    path.parent.mkdir(mode=0o700)
+    path.write_text("left long ago")
+    lock = JobLock(path)
+    assert lock.acquire()
+    lock.release()
+    assert path.read_text() == "left long ago"
+
+
+def test_the_lock_ends_with_its_process(
+    path: Path, hold: Callable[[], subprocess.Popen[str]]
+) -> None:
+    holder, lock = hold(), JobLock(path)
+    assert not lock.acquire()
+    assert lock.owners(Host()) == [holder.pid]
+    holder.kill()
+    holder.wait()
+    assert lock.acquire()
+    lock.release()
+
+
+def test_a_stopped_owner_keeps_the_lock(
+    path: Path, hold: Callable[[], subprocess.Popen[str]]
+) -> None:
+    holder = hold()
+    holder.send_signal(signal.SIGSTOP)
+    host = Host()
+    identity = host.identify(holder.pid)
+    assert identity is not None
+    wait_for(lambda: host.is_stopped(identity), "the owner to be stopped")
+    assert not JobLock(path).acquire()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_owner_whose_lock_file_was_taken_away_notices(path: Path, *, replaced: bool) -> None:
+    lock = JobLock(path)
+    assert lock.acquire()
+    assert holds_lock(lock.descriptor, path)
+    path.unlink()
+    if replaced:
+        path.touch()
+    assert not lock.is_ours()
+    assert not holds_lock(lock.descriptor, path)
+    second = JobLock(path)
+    assert second.acquire()  # which is why the ledger's generation decides who may write
+    second.release()
+    lock.release()
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "directory", "pipe"])
+def test_only_a_plain_file_is_a_lock(path: Path, tmp_path: Path, kind: str) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("precious")
+    path.parent.mkdir()
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(outside if kind == "link" else tmp_path / "nowhere")
+    with pytest.raises(StateDirectoryError) as refusal:
+        JobLock(path).acquire()
+    assert str(refusal.value) == (
+        f"The lock {path} is a link, a directory or a pipe, not a file.\n"
+        "Nothing was changed.\n"
+        f"See what it is: ls -l {path}"
+    )
+    assert outside.read_text() == "precious"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_second_name_of_a_lock_file_does_no_harm(path: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("precious")
+    path.parent.mkdir()
+    path.hardlink_to(outside)  # as a backup by `cp -al` leaves it
+    lock = JobLock(path)
+    assert lock.acquire()
+    lock.release()
+    assert outside.read_text() == "precious"
+
+
+def test_a_missing_state_directory_is_not_made_by_a_lock(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        JobLock(tmp_path / "mistyped" / "locks" / "sync.lock").acquire()
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- maintenance ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Maintenance:
+    return Maintenance(tmp_path / "maintenance.lock")
+
+
+def test_without_a_lockfile_the_door_is_open(door: Maintenance) -> None:
+    assert door.find() is None
+    door.require_open()
+
+
+def test_a_lockfile_made_by_touch_closes_the_door(door: Maintenance) -> None:
+    door.path.touch()
+    os.utime(door.path, (0, 0))
+    with pytest.raises(MaintenanceOn) as refusal:
+        door.require_open()
+    assert str(refusal.value) == (
+        f"Maintenance is on: {door.path} is there, since 1970-01-01T00:00:00Z.\n"
+        "Nothing was started; the refusal is recorded.\n"
+        f"When the maintenance is over: rm -r {door.path}"
+    )
+    assert refusal.value.exit_code == 12
+
+
+def test_a_lockfile_that_says_why_is_quoted(door: Maintenance) -> None:
+    door.path.write_text(json.dumps({"reason": "deploy 12", "by": "ann"}))
+    os.utime(door.path, (0, 0))
+    with pytest.raises(MaintenanceOn, match=r"since 1970-01-01T00:00:00Z by ann \(deploy 12\)\.\n"):
+        door.require_open()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1]", b"\xff", b"null", b"[" * 70_000, b" " * 70_000, b'{"reason": 1}']
+)
+def test_a_lockfile_closes_the_door_whatever_it_holds(door: Maintenance, content: bytes) -> None:
+    door.path.write_bytes(content)
+    assert door.find() is not None
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "dangling link", "link", "hard link"])
+def test_a_lockfile_closes_the_door_whatever_it_is(
+    door: Maintenance, tmp_path: Path, kind: str
+) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("precious")
+    if kind == "directory":
+        door.path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(door.path)
+    elif kind == "hard link":
+        door.path.hardlink_to(outside)
+    else:
+        door.path.symlink_to(outside if kind == "link" else tmp_path / "nowhere")
+    with pytest.raises(MaintenanceOn):
+        door.require_open()
+    assert outside.read_text() == "precious"
+
+
+def test_a_lockfile_that_cannot_be_looked_at_closes_the_door(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    barrier = Maintenance(tmp_path / "file" / "maintenance.lock").find()
+    assert barrier is not None
+    assert barrier.reason == "it cannot be looked at: Not a directory"

@@ -1,0 +1,821 @@
+"""Section 10: what a start finds, in real files; each repair is said, none without need."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import apsw
+import pytest
+from conftest import Ended, Project, clean_environment, wait_for
+
+from batchrun import (
+    Checkpoint,
+    CheckpointStore,
+    Host,
+    Ledger,
+    PersonNeeded,
+    ProcessIdentity,
+    Start,
+    agree,
+    check,
+    checkpoint_bytes,
+    open_ledger,
+    parse_checkpoint,
+    require_witnesses_known,
+)
+
+CONFIG = """
+[defaults]
+batch_size = 10
+
+[jobs.sync]
+"""
+JOB = """
+import os
+
+from batchrun import job
+
+LAST = int(os.environ.get("LAST", "50"))
+
+
+def read(after, limit):
+    after = after or 0
+    return list(range(after + 1, min(LAST, after + limit) + 1))
+
+
+@job
+def sync(ctx):
+    out = ctx.connect("sqlite:out.db")
+    if "BOOM" in os.environ:
+        raise RuntimeError("before the first batch")
+    for batch in ctx.batches(read, key=int, target=out):
+        with batch.transaction() as rows:
+            rows.execute("CREATE TABLE IF NOT EXISTS out (n INTEGER PRIMARY KEY)")
+            rows.executemany("INSERT INTO out VALUES (?)", [(n,) for n in batch])
+        yield batch
+"""
+
+
+class Shop:
+    """A project with one job of five batches of ten records, applied once or failing loudly."""
+
+    def __init__(self, project: Project) -> None:
+        self.project = project
+        project.write(CONFIG, sync=JOB)
+
+    def batchrun(self, *words: str, point: str = "", **env: str) -> Ended:
+        return self.project.finish(self.begin(*words, point=point, **env))
+
+    def begin(self, *words: str, point: str = "", **env: str) -> subprocess.Popen[str]:
+        env = {**clean_environment(), **env, "BATCHRUN_TEST_POINT": point}
+        return self.project.start("-v", *words, env=env)
+
+    def paused_after(self, batches: int) -> None:
+        ended = self.batchrun("run", "sync", "--batches", str(batches))
+        assert ended.code == 75, ended.err
+
+    def killed_at(self, point: str) -> None:
+        """Run until worker and supervisor are killed at a point."""
+        process = self.begin("run", "sync", point=f"{point}=kill-both")
+        assert self.project.finish(process).code == -signal.SIGKILL
+
+    def keep_as(self, name: str) -> None:
+        shutil.copytree(self.project.folder, self.project.outputs / f"as-{name}")
+
+    def back_to(self, name: str) -> None:
+        shutil.rmtree(self.project.folder)
+        shutil.copytree(self.project.outputs / f"as-{name}", self.project.folder)
+
+    def opened(self) -> contextlib.closing[Ledger]:
+        return contextlib.closing(open_ledger(self.ledger, Host(), create=False, witnesses=True))
+
+    def store(self, job: str = "sync") -> CheckpointStore:
+        return CheckpointStore(self.project.state / "checkpoints" / job)
+
+    def admitted(self) -> list[str]:
+        """Admit the run as a supervisor does, whose process is gone then; return what it says."""
+        store = self.store()
+        store.open()
+        start = Start(
+            owner=ProcessIdentity(1, 1, "an old boot"),
+            who="a test",
+            run_id="new",
+            log="",
+            require_admission=lambda: None,
+            require_may_go_on=lambda _: None,
+            write_checkpoint=store.replace,
+        )
+        with self.opened() as ledger:
+            require_witnesses_known(ledger, store)
+            return ledger.admit("sync", start, lambda r: agree(ledger, store, r, anew=False)).said
+
+    def findings(self) -> list[str]:
+        with self.opened() as ledger:
+            return [finding.what for finding in check(ledger, self.store, ["sync"])]
+
+    @property
+    def ledger(self) -> Path:
+        return self.project.state / "ledger.db"
+
+    @property
+    def checkpoint(self) -> Path:
+        (found,) = self.project.state.glob("checkpoints/sync/*.json")
+        return found
+
+    @property
+    def number(self) -> int:
+        return self.read().number
+
+    def read(self) -> Checkpoint:
+        return parse_checkpoint(self.checkpoint.read_bytes())[0]
+
+    def craft(self, **fields: Any) -> None:  # noqa: ANN401 - of a checkpoint
+        """Put a valid checkpoint with other fields in place."""
+        self.checkpoint.write_bytes(checkpoint_bytes(replace(self.read(), **fields))[0])
+
+    def sql(self, sql: str, *bindings: object) -> list[Any]:
+        with contextlib.closing(apsw.Connection(str(self.ledger))) as ledger:
+            return list(ledger.execute(sql, bindings))
+
+    def records(self) -> list[int]:
+        with contextlib.closing(apsw.Connection(str(self.project.folder / "out.db"))) as out:
+            return [n for (n,) in out.execute("SELECT n FROM out ORDER BY n")]
+
+    def goes_on(self, **env: str) -> list[str]:
+        """Run to the end, check that every record was applied once; return the repairs said."""
+        ended = self.batchrun("run", "sync", **env)
+        assert (ended.code, self.records()) == (0, list(range(1, 51))), ended.err
+        assert self.findings() == []
+        return repairs_in(ended.err)
+
+    def refuses(self, code: int = 13) -> str:
+        """Start, check that nothing was changed, and return the letter."""
+        before, rows = self.checkpoint.read_bytes(), self.records()
+        ended = self.batchrun("run", "sync")
+        assert ended.code == code, ended.err
+        assert (self.checkpoint.read_bytes(), self.records()) == (before, rows)
+        assert "Traceback" not in ended.err
+        return ended.err
+
+
+def repairs_in(text: str) -> list[str]:
+    """Return the lines that say that something was repaired."""
+    return [line for line in text.splitlines() if re.search("restored|rolled forward", line)]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+    """One project; `paused` (after two batches) and `killed` (in its fifth) are kept beside it."""
+    base = tmp_path_factory.mktemp("recovery")
+    for name in ("shop", "outputs"):
+        (base / name).mkdir(mode=0o700)
+    shop = Shop(Project(base / "shop", base / "outputs"))
+    shop.keep_as("new")
+    shop.paused_after(2)
+    assert not log_of(shop.ledger).exists()
+    shop.keep_as("paused")
+    shop.killed_at("target.commit@5")
+    assert log_of(shop.ledger).stat().st_size > 0
+    shop.keep_as("killed")
+    yield shop
+    shop.project.kill_all()
+
+
+@pytest.fixture
+def shop(prepared: Shop) -> Iterator[Shop]:
+    """A project in which nothing has run yet."""
+    prepared.back_to("new")
+    yield prepared
+    prepared.project.kill_all()
+
+
+@pytest.fixture
+def paused(shop: Shop) -> Shop:
+    """A project whose run stands after two batches, ended cleanly: no log is left."""
+    shop.back_to("paused")
+    return shop
+
+
+@pytest.fixture
+def killed(shop: Shop) -> Shop:
+    """A project whose run was killed after four batches, two of them in the log only."""
+    shop.back_to("killed")
+    return shop
+
+
+def log_of(path: Path) -> Path:
+    return path.with_name(path.name + "-wal")
+
+
+def copy_of(shop: Shop, name: str) -> Path:
+    """Copy the ledger of stopped or ended processes, as a backup by files would."""
+    folder = shop.project.outputs / name
+    folder.mkdir()
+    for path in shop.project.state.glob("ledger.db*"):
+        if not path.name.endswith("-shm"):
+            shutil.copy(path, folder)
+    return folder
+
+
+def put_back(shop: Shop, folder: Path) -> None:
+    for path in shop.project.state.glob("ledger.db*"):
+        path.unlink()
+    for path in folder.iterdir():
+        shutil.copy(path, shop.project.state)
+
+
+# --- the table, row by row ------------------------------------------------------------------------
+
+
+def test_nothing_there_is_a_start(shop: Shop) -> None:
+    assert shop.goes_on() == []
+
+
+def test_what_agrees_goes_on_and_nothing_is_repaired(paused: Shop) -> None:
+    before = paused.checkpoint.stat()
+    assert paused.admitted() == []
+    assert os.path.samestat(before, paused.checkpoint.stat())
+    paused.back_to("paused")
+    assert paused.goes_on() == []
+
+
+@pytest.mark.parametrize("point", ["checkpoint.fsync@3", "ledger.commit@3"])
+def test_a_checkpoint_one_ahead_rolls_the_ledger_forward(shop: Shop, point: str) -> None:
+    shop.killed_at(point)
+    before = shop.checkpoint.stat()
+    rows = shop.sql("SELECT number FROM run")
+    held = shop.checkpoint.open()  # its number is not given to another file meanwhile
+    ended = shop.batchrun("run", "sync", BOOM="1")
+    assert (rows, shop.number) == ([(2,)], 3)
+    assert shop.sql("SELECT number FROM run") == [(3,)]
+    assert shop.checkpoint.stat().st_ino != before.st_ino  # written anew: it is on the disk now
+    held.close()
+    assert repairs_in(ended.err) == [
+        "commit 3 was in the checkpoint only: the ledger is rolled forward"
+    ]
+    assert shop.goes_on() == []
+
+
+def test_what_agrees_after_a_kill_is_written_anew_and_nothing_is_repaired(killed: Shop) -> None:
+    before = killed.checkpoint.stat()
+    with killed.checkpoint.open():  # its number is not given to another file meanwhile
+        assert repairs_in(killed.batchrun("run", "sync", BOOM="1").err) == []
+        assert killed.checkpoint.stat().st_ino != before.st_ino
+    assert killed.number == 4
+    assert killed.goes_on() == []
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def become_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/etc/hostname")
+
+
+def become_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (Path.unlink, "missing"),
+    "empty": (lambda path: path.write_bytes(b""), "it does not begin with a checkpoint's header"),
+    "400 NULs": (
+        lambda path: path.write_bytes(bytes(400)),
+        "it does not begin with a checkpoint's header",
+    ),
+    "cut": (cut, "torn or changed"),
+    "flipped": (flip, "torn or changed"),
+    "a link": (become_link, "it is a link or a socket, not a file"),
+    "a pipe": (become_pipe, "it is a directory or a pipe, not a file"),
+}
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_a_checkpoint_that_is_missing_or_broken_is_restored_from_the_ledger(
+    paused: Shop, how: str
+) -> None:
+    path, content = paused.checkpoint, paused.checkpoint.read_bytes()
+    break_it, state = BREAKS[how]
+    break_it(path)
+    (said,) = paused.admitted()
+    assert said.startswith(f"the checkpoint {path} was {state}")
+    assert said.endswith(": restored from the ledger's copy of commit 2")
+    assert path.read_bytes() == content
+    assert not path.is_symlink()
+    assert paused.admitted() == [f"run {path.stem} was left by its owner: interrupted"]
+
+
+def test_a_restored_checkpoint_is_said_and_gone_on_at(paused: Shop) -> None:
+    cut(paused.checkpoint)
+    (said,) = paused.goes_on()
+    assert said.startswith(f"the checkpoint {paused.checkpoint} was torn or changed")
+
+
+def test_a_broken_checkpoint_without_a_sound_copy_is_refused(paused: Shop) -> None:
+    shop = paused
+    run, path = shop.read().run, shop.checkpoint
+    shop.sql("UPDATE run SET checkpoint = substr(checkpoint, 1, 200)")
+    path.write_bytes(b"")
+    assert shop.refuses() == (
+        f"Run {run} of sync cannot go on: the checkpoint is missing or broken, and the ledger has"
+        " no valid copy of it.\n"
+        f"Found {path}: it does not begin with a checkpoint's header; in the ledger: commit 2 of"
+        " generation 1. Known to be lost: where it stood.\n"
+        "Nothing was changed.\n"
+        "Put the right files back from a backup, or see: batchrun repair\n"
+    )
+
+
+def test_an_older_checkpoint_of_the_same_chain_is_restored_from_the_ledger(shop: Shop) -> None:
+    shop.back_to("paused")
+    old = shop.checkpoint.read_bytes()
+    shop.paused_after(1)
+    shop.checkpoint.write_bytes(old)
+    assert shop.goes_on() == [
+        (
+            f"the checkpoint {shop.checkpoint} was older than the ledger: restored from the"
+            " ledger's copy of commit 3"
+        )
+    ]
+
+
+REFUSED: dict[str, tuple[Callable[[Checkpoint], dict[str, Any]], str]] = {
+    "older, of another chain": (
+        lambda c: {"number": c.number - 1, "cursor": "7"},
+        "the checkpoint does not fit the ledger's chain of commits",
+    ),
+    "as new, of another chain": (
+        lambda _: {"cursor": "7"},
+        "the checkpoint does not fit the ledger's chain of commits",
+    ),
+    "one ahead, of another chain": (
+        lambda c: {"number": c.number + 1},
+        "the checkpoint does not fit the ledger's chain of commits",
+    ),
+    "two ahead": (
+        lambda c: {"number": c.number + 2},
+        "the checkpoint does not fit the ledger's chain of commits",
+    ),
+    "a newer generation": (
+        lambda c: {"generation": c.generation + 1},
+        "the checkpoint's generation is newer than the ledger's",
+    ),
+    "a later event": (
+        lambda c: {"event": c.event + 1000},
+        "the ledger is behind the events that the checkpoint names",
+    ),
+    "another ledger": (
+        lambda _: {"ledger": "0" * 32},
+        "the checkpoint belongs to another ledger, job or run",
+    ),
+    "another job": (
+        lambda _: {"job": "other"},
+        "the checkpoint belongs to another ledger, job or run",
+    ),
+    "another run": (
+        lambda _: {"run": "0000000000"},
+        "the checkpoint belongs to another ledger, job or run",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_a_checkpoint_that_contradicts_the_ledger_is_refused(paused: Shop, how: str) -> None:
+    run = paused.read().run
+    fields, why = REFUSED[how]
+    paused.craft(**fields(paused.read()))
+    before, rows = paused.checkpoint.read_bytes(), paused.sql("SELECT * FROM run")
+    with pytest.raises(PersonNeeded) as refusal:
+        paused.admitted()
+    letter = str(refusal.value)
+    assert letter.startswith(f"Run {run} of sync cannot go on: {why}.\nFound {paused.checkpoint}: ")
+    assert letter.endswith(
+        "Nothing was changed.\nPut the right files back from a backup, or see: batchrun repair"
+    )
+    assert paused.findings() == [f"run {run} of sync: {why}"]
+    assert (paused.checkpoint.read_bytes(), paused.sql("SELECT * FROM run")) == (before, rows)
+
+
+def test_a_checkpoint_ahead_is_refused_and_says_what_is_lost(paused: Shop) -> None:
+    paused.craft(number=6)
+    assert "Known to be lost: the rows of commits 3 to 5." in paused.refuses()
+    assert paused.batchrun("check").code == 3
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def text(path: Path) -> None:
+    path.write_text("no database\n" * 1000)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def flip_pages(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    for page in range(1, len(content) // 4096):
+        content[page * 4096 : page * 4096 + 16] = bytes(16)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("lose", [Path.unlink, empty, text, cut_short])
+def test_a_lost_ledger_is_refused_untouched(paused: Shop, lose: Callable[[Path], object]) -> None:
+    lose(paused.ledger)
+    before = paused.ledger.read_bytes() if paused.ledger.exists() else None
+    with pytest.raises(PersonNeeded) as refusal:
+        paused.admitted()
+    assert refusal.value.todo.endswith("`batchrun repair`.")
+    assert (paused.ledger.read_bytes() if paused.ledger.exists() else None) == before
+
+
+@pytest.mark.parametrize("lose", [Path.unlink, flip_pages])
+def test_a_lost_ledger_is_repaired_only_on_demand(
+    shop: Shop, lose: Callable[[Path], object]
+) -> None:
+    assert shop.batchrun("run", "sync").code == 0  # an older run: its checkpoint is there too
+    (shop.project.folder / "out.db").unlink()
+    shop.batchrun("run", "sync", "--batches", "2")
+    newest = max(shop.project.state.glob("checkpoints/sync/*"), key=lambda p: p.stat().st_mtime_ns)
+    lose(shop.ledger)
+    found = shop.ledger.read_bytes() if shop.ledger.exists() else None
+    stored = newest.read_bytes()
+    ended = shop.batchrun("run", "sync", "--fresh")
+    assert ended.code == 13, ended.err
+    assert "batchrun repair" in ended.err.splitlines()[-1]
+    shown = shop.batchrun("repair")
+    assert (shown.code, f"run {newest.stem} of sync: the ledger is lost" in shown.out) == (3, True)
+    assert (shop.ledger.read_bytes() if shop.ledger.exists() else None) == found
+    assert newest.read_bytes() == stored
+    applied = shop.batchrun("repair", "--apply")
+    assert applied.code == 0, applied.err
+    aside = next((shop.project.state / "aside").iterdir())
+    assert (aside / newest.name).read_bytes() == stored
+    assert found is None or (aside / "ledger.db").read_bytes() == found
+    ended = shop.batchrun("run", "sync")
+    assert f"run {newest.stem} goes on after commit 2, 20 records read" in ended.err
+    assert (ended.code, shop.records()) == (0, list(range(1, 51)))
+    assert shop.findings() == [f"run {newest.stem} of sync: commits 1 to 1 have no row"]
+
+
+def test_a_ledger_from_three_batches_ago_is_refused_and_repaired_only_on_demand(shop: Shop) -> None:
+    put_back_after(shop, stop_at=1, batches=4)
+    letter = shop.refuses()
+    assert "the checkpoint does not fit the ledger's chain of commits" in letter
+    assert "Known to be lost: the rows of commits 2 to 3." in letter
+    assert shop.batchrun("repair").code == 3
+    assert shop.batchrun("repair", "--apply").code == 0
+    ended = shop.batchrun("run", "sync")
+    assert (ended.code, shop.records()) == (0, list(range(1, 51))), ended.err
+    checked = shop.batchrun("check")
+    assert checked.code == 3
+    assert "commits 2 to 3 have no row" in checked.out
+
+
+def put_back_after(shop: Shop, *, stop_at: int, batches: int) -> None:
+    """Copy the ledger after one commit of an attempt, end the attempt later, put the copy back."""
+    point = f"ledger.committed@{stop_at}=stop"
+    process = shop.begin("run", "sync", "--batches", str(batches), point=point)
+    worker = stopped_worker(shop)
+    copy = copy_of(shop, f"backup-{stop_at}")
+    os.kill(worker, signal.SIGCONT)
+    assert shop.project.finish(process).code == 75
+    put_back(shop, copy)
+
+
+def stopped_worker(shop: Shop) -> int:
+    """Wait for the process that stopped itself at a named point."""
+    host = Host()
+
+    def stopped() -> int | None:
+        found = (host.identify(pid) for pid in shop.project.living())
+        return next((p.pid for p in found if p and host.is_stopped(p)), None)
+
+    return wait_for(stopped, "a process to stop at its point") or 0
+
+
+def test_a_ledger_from_one_batch_ago_is_rolled_forward(shop: Shop) -> None:
+    put_back_after(shop, stop_at=3, batches=4)
+    assert shop.goes_on() == ["commit 4 was in the checkpoint only: the ledger is rolled forward"]
+
+
+def test_a_ledger_from_a_generation_ago_is_refused(paused: Shop) -> None:
+    shop, copy = paused, copy_of(paused, "generation")
+    shop.paused_after(1)
+    put_back(shop, copy)
+    assert "the checkpoint's generation is newer than the ledger's" in shop.refuses()
+
+
+def test_a_ledger_that_does_not_know_a_checkpoint_is_refused(shop: Shop) -> None:
+    assert shop.batchrun("run", "sync").code == 0
+    copy = copy_of(shop, "before the run")
+    (shop.project.folder / "out.db").unlink()
+    assert shop.batchrun("run", "sync", "--batches", "1").code == 75
+    put_back(shop, copy)
+    ended = shop.batchrun("run", "sync")
+    assert ended.code == 13
+    assert ": it does not know the run of " in ended.err
+    assert shop.batchrun("check").code == 13
+    assert shop.batchrun("repair", "--apply").code == 0
+    assert shop.batchrun("run", "sync").code == 0
+    assert shop.records() == list(range(1, 51))
+
+
+def test_a_newer_format_is_refused_untouched(paused: Shop) -> None:
+    shop = paused
+    content = shop.checkpoint.read_bytes().replace(
+        b"batchrun-checkpoint 1", b"batchrun-checkpoint 2"
+    )
+    shop.checkpoint.write_bytes(content)
+    assert "A checkpoint has format 2; this batchrun knows 1." in shop.refuses(5)
+    shop.sql("PRAGMA user_version = 2")
+    assert "has version 2; this batchrun knows 1." in shop.refuses(5)
+
+
+def test_a_full_disk_is_no_corruption_and_goes_on_when_there_is_room(shop: Shop) -> None:
+    shop.back_to("paused")
+    ended = shop.batchrun("run", "sync", point="file.fsync=ENOSPC")
+    assert (ended.code, shop.number) == (5, 2)
+    (log,) = shop.project.state.glob("logs/sync/*")
+    assert log.read_text().startswith("Disk full: a checkpoint cannot be written")
+    assert shop.goes_on() == ["commit 3 is in the target already: rolled forward"]
+    shop.project.write('min_free = "900TB"\n' + CONFIG, sync=JOB)
+    full = shop.batchrun("run", "sync")
+    assert (full.code, full.err.startswith("Disk full: ")) == (5, True)
+
+
+# --- the log --------------------------------------------------------------------------------------
+
+
+def test_a_log_that_was_deleted_is_noticed_by_the_checkpoint(killed: Shop) -> None:
+    log_of(killed.ledger).unlink()
+    assert "the checkpoint's generation is newer than the ledger's" in killed.refuses()
+
+
+@pytest.mark.parametrize("part", range(1, 20, 2))
+@pytest.mark.parametrize("how", ["cut", "flipped"])
+def test_a_broken_log_is_noticed_by_the_checkpoint_or_held_nothing_more(
+    killed: Shop, how: str, part: int
+) -> None:
+    log = log_of(killed.ledger)
+    content = bytearray(log.read_bytes())
+    place = len(content) * part // 20
+    if how == "cut":
+        del content[place:]
+    else:
+        content[place : place + 100] = bytes(b ^ 0x55 for b in content[place : place + 100])
+    log.write_bytes(content)
+    killed.ledger.with_name("ledger.db-shm").unlink()
+    before = killed.checkpoint.read_bytes()
+    try:
+        killed.admitted()
+    except PersonNeeded:
+        assert killed.checkpoint.read_bytes() == before
+    else:
+        assert killed.sql("SELECT number FROM run") == [(4,)]
+
+
+def test_a_run_whose_log_was_broken_is_repaired_and_applies_each_record_once(killed: Shop) -> None:
+    log_of(killed.ledger).write_bytes(b"garbage in its header" * 400)
+    assert killed.batchrun("run", "sync").code == 13
+    assert killed.batchrun("repair", "--apply").code == 0
+    assert killed.batchrun("run", "sync").code == 0
+    assert killed.records() == list(range(1, 51))
+
+
+@pytest.mark.parametrize("how", ["garbage", "deleted"])
+def test_the_index_of_the_log_is_made_anew(killed: Shop, how: str) -> None:
+    index = killed.ledger.with_name("ledger.db-shm")
+    if how == "garbage":
+        index.write_bytes(os.urandom(index.stat().st_size))
+    else:
+        index.unlink()
+    assert killed.goes_on() == []
+
+
+def test_a_stale_log_beside_a_ledger_is_noticed_by_the_checkpoint(killed: Shop) -> None:
+    stale = log_of(killed.ledger).read_bytes()
+    killed.paused_after(1)
+    log_of(killed.ledger).write_bytes(stale)
+    with pytest.raises(PersonNeeded):
+        killed.admitted()
+
+
+# --- cases ----------------------------------------------------------------------------------------
+
+
+def test_a_job_that_fails_before_its_first_batch_leaves_the_checkpoint_as_it_is(shop: Shop) -> None:
+    shop.back_to("paused")
+    content = shop.checkpoint.read_bytes()
+    for _ in range(2):
+        assert shop.batchrun("run", "sync", BOOM="1").code == 1
+        assert shop.checkpoint.read_bytes() == content
+    ended = shop.batchrun("run", "sync")
+    assert "goes on after commit 2, 20 records read" in ended.err
+    assert shop.records() == list(range(1, 51))
+
+
+def test_a_run_without_records_ends_well_and_the_last_checkpoint_stays(shop: Shop) -> None:
+    assert shop.batchrun("run", "sync").code == 0
+    path, content = shop.checkpoint, shop.checkpoint.read_bytes()
+    assert shop.batchrun("run", "sync", LAST="0").code == 0
+    assert path.read_bytes() == content
+
+
+RECOVERY_POINTS = [
+    "admit.judged",
+    "file.fsync",
+    "checkpoint.rename",
+    "checkpoint.fsync",
+    "admit.commit",
+    "admit.committed",
+]
+
+
+@pytest.mark.parametrize("point", RECOVERY_POINTS)
+def test_a_recovery_that_is_killed_is_done_again(shop: Shop, point: str) -> None:
+    shop.killed_at("checkpoint.fsync@3")
+    assert shop.batchrun("run", "sync", point=f"{point}=kill").code == -signal.SIGKILL
+    status = shop.batchrun("status", "sync")
+    assert "interrupted" in status.out
+    rolled = shop.goes_on()
+    assert rolled == (
+        []
+        if point == "admit.committed"
+        else ["commit 3 was in the checkpoint only: the ledger is rolled forward"]
+    )
+
+
+@pytest.mark.parametrize("field", ["boot_id", "ticks"])
+def test_an_owner_of_another_boot_or_with_a_reused_pid_is_gone(shop: Shop, field: str) -> None:
+    shop.back_to("killed")
+    me = Host().identify()
+    assert me is not None
+    other = {**vars(me), field: "another boot" if field == "boot_id" else me.ticks - 1}
+    shop.sql("UPDATE attempt SET supervisor = ?1, worker = ?1", json.dumps(other))
+    status = shop.batchrun("status", "sync")
+    assert "interrupted" in status.out
+    assert shop.goes_on() == []
+
+
+def test_an_owner_whose_lock_file_is_gone_stops_before_it_commits(shop: Shop) -> None:
+    process = shop.begin("run", "sync", point="commit.prepared@3=stop")
+    worker = stopped_worker(shop)
+    (shop.project.state / "locks" / "sync.lock").unlink()
+    os.kill(worker, signal.SIGCONT)
+    ended = shop.project.finish(process)
+    assert (ended.code, shop.number) == (14, 2), ended.err
+    assert shop.goes_on() == ["commit 3 is in the target already: rolled forward"]
+
+
+def test_an_owner_of_an_older_generation_changes_nothing(shop: Shop) -> None:
+    process = shop.begin("run", "sync", point="commit.prepared@3=stop")
+    worker = stopped_worker(shop)
+    shop.sql("UPDATE run SET generation = generation + 1")
+    rows = shop.sql("SELECT * FROM batch")
+    os.kill(worker, signal.SIGCONT)
+    ended = shop.project.finish(process)
+    assert (ended.code, shop.number, shop.sql("SELECT * FROM batch")) == (14, 2, rows), ended.err
+    assert [path.name for path in shop.checkpoint.parent.iterdir()] == [shop.checkpoint.name]
+
+
+def test_a_checkpoint_that_vanishes_under_a_worker_is_not_record_1_again(shop: Shop) -> None:
+    shop.back_to("paused")
+    process = shop.begin("run", "sync", point="admit.committed=stop")
+    supervisor = stopped_worker(shop)
+    shop.checkpoint.unlink()
+    os.kill(supervisor, signal.SIGCONT)
+    assert shop.project.finish(process).code == 13
+    assert shop.goes_on() == [
+        f"the checkpoint {shop.checkpoint} was missing: restored from the ledger's copy of commit 2"
+    ]
+
+
+def test_a_pause_that_was_asked_for_outlives_its_owner(shop: Shop) -> None:
+    process = shop.begin("run", "sync", point="batch.yielded@3=stop")
+    stopped_worker(shop)
+    assert shop.batchrun("pause", "sync").code == 0
+    for pid in shop.project.living():
+        os.kill(pid, signal.SIGKILL)
+    shop.project.finish(process)
+    assert shop.batchrun("resume", "--all").code == 0
+    refused = shop.batchrun("run", "sync")
+    assert (refused.code, "was paused by a person" in refused.err) == (13, True)
+    assert shop.batchrun("resume", "sync").code == 0
+    assert shop.records() == list(range(1, 51))
+
+
+def test_a_reader_held_open_does_not_stop_a_run(paused: Shop) -> None:
+    shop = paused
+    with contextlib.closing(apsw.Connection(str(shop.ledger))) as reader:
+        reader.execute("BEGIN; SELECT * FROM run")
+        assert shop.batchrun("run", "sync").code == 0
+    assert shop.records() == list(range(1, 51))
+
+
+def test_checkpoints_of_finished_runs_are_not_kept_for_ever(shop: Shop) -> None:
+    for _ in range(3):
+        (shop.project.folder / "out.db").unlink(missing_ok=True)
+        assert shop.batchrun("run", "sync").code == 0
+    assert len(list(shop.project.state.glob("checkpoints/sync/*"))) == 2
+    assert shop.batchrun("check").code == 0
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+def test_check_finds_a_gap(shop: Shop) -> None:
+    shop.back_to("killed")
+    run = shop.read().run
+    shop.sql("DELETE FROM batch WHERE number IN (2, 3)")
+    checked = shop.batchrun("check")
+    assert (checked.code, checked.out) == (
+        3,
+        (
+            f"run {run} of sync: commits 2 to 3 have no row\n"
+            "  they were lost\n"
+            f"  to type: batchrun report {run}\n"
+        ),
+    )
+
+
+def test_check_finds_a_target_that_was_put_back(shop: Shop) -> None:
+    out = shop.project.folder / "out.db"
+    shop.back_to("paused")
+    shutil.copy(out, shop.project.outputs / "out.db")
+    shop.paused_after(1)
+    assert shop.findings() == []
+    shutil.copy(shop.project.outputs / "out.db", out)
+    checked = shop.batchrun("check")
+    run = shop.read().run
+    assert (checked.code, checked.out) == (
+        3,
+        (
+            f"run {run} of sync: the target {out} is not where the checkpoint is\n"
+            "  loop 'main' has the mark 2 there, and 3 in the checkpoint\n"
+            "  to type: put back the target that belongs to the run\n"
+        ),
+    )
+    out.unlink()
+    assert "loop 'main' has no mark there" in shop.batchrun("check").out
+    assert not out.exists()
+    assert shop.batchrun("run", "sync").code == 13
+
+
+def test_a_target_one_ahead_is_no_finding(shop: Shop) -> None:
+    shop.killed_at("target.committed@3")
+    assert shop.findings() == []
+    assert shop.goes_on() == ["commit 3 is in the target already: rolled forward"]
+
+
+def test_a_run_of_a_job_that_is_configured_no_more_is_named(shop: Shop) -> None:
+    shop.back_to("paused")
+    run = shop.read().run
+    shop.project.write(CONFIG.replace("jobs.sync", "jobs.other"), sync=JOB, other=JOB)
+    checked = shop.batchrun("check")
+    assert checked.code == 3
+    assert checked.out == (
+        f"run {run} of sync is unfinished, and the job is configured no more\n"
+        "  nothing goes on with it\n"
+        f"  to type: batchrun cancel {run}\n"
+    )
+    assert shop.batchrun("resume", "--all").code == 0
+    assert shop.batchrun("cancel", run).code == 0
+
+
+@pytest.mark.needs_root
+def test_root_reads_another_owners_state_and_makes_no_file(shop: Shop) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("NOT ROOT: cannot give the state to another user")
+    shop.back_to("killed")
+    everything = [shop.project.state, *shop.project.state.rglob("*")]
+    for path in everything:
+        os.chown(path, 12345, 12345)
+    before = {path: path.stat().st_mtime_ns for path in everything}
+    for words in (("status",), ("report", "sync"), ("check",)):
+        ended = shop.batchrun(*words)
+        assert ended.code in (0, 3), ended.err
+    after = [shop.project.state, *shop.project.state.rglob("*")]
+    assert {path: path.stat().st_mtime_ns for path in after} == before
+    refused = shop.batchrun("run", "sync")
+    assert refused.code == 5
+    assert "sudo -u 12345 batchrun" in refused.err
