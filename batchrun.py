@@ -59,7 +59,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, FrozenInstanceError, field, fields, is_dataclass
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
 from itertools import islice, product
@@ -86,6 +86,65 @@ from typing import (
 )
 
 import apsw
+
+if TYPE_CHECKING:
+    from dataclasses import dataclass
+else:
+    # The methods of a dataclass, written once. The standard library compiles them for each class
+    # at each start, which for ours takes a third of what `batchrun status` may take in all. Type
+    # checkers, dataclasses.fields() and dataclasses.replace() see ordinary dataclasses.
+    from dataclasses import dataclass as bare_dataclass
+
+    class Noun:
+        """What all dataclasses of this file have in common."""
+
+        def __init__(self, *values: object, **named: object) -> None:
+            given = dict(zip(self.__dataclass_fields__, values, strict=False), **named)
+            twice = len(values) + len(named) != len(given)
+            for name, each in self.__dataclass_fields__.items():
+                if name in given:
+                    vars(self)[name] = given.pop(name)
+                elif each.default_factory is not MISSING:
+                    vars(self)[name] = each.default_factory()
+                elif each.default is not MISSING:
+                    vars(self)[name] = each.default
+                else:
+                    raise TypeError(f"{type(self).__name__} needs {name}")
+            if twice or given:
+                every = ", ".join(self.__dataclass_fields__)
+                raise TypeError(f"{type(self).__name__} takes each of {every} once")
+            self.__post_init__()
+
+        def __post_init__(self) -> None:
+            """Do nothing more."""
+
+        def __repr__(self) -> str:
+            shown = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+            return f"{type(self).__name__}({shown})"
+
+        def __eq__(self, other: object) -> bool:
+            return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
+
+        def __hash__(self) -> int:
+            return hash(tuple(vars(self).values()))
+
+        def refuse(self, name: str, *_: object) -> None:
+            """Refuse a change of what is frozen."""
+            raise FrozenInstanceError(f"{name} of a {type(self).__name__} cannot be changed")
+
+    def dataclass(cls: type | None = None, *, frozen: bool = False) -> Any:
+        """Make a class a dataclass."""
+        if cls is None:
+            return functools.partial(dataclass, frozen=frozen)
+        names = {"__init__", "__post_init__", "__repr__", "__eq__", "__hash__"}
+        for name in names - vars(cls).keys():
+            setattr(cls, name, vars(Noun)[name])
+        if frozen:
+            cls.__setattr__ = cls.__delattr__ = Noun.refuse
+        else:
+            cls.__hash__ = None
+        return bare_dataclass(init=False, repr=False, eq=False, match_args=False)(cls)
+
 
 VERSION = "0.1.0"
 T = TypeVar("T")
