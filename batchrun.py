@@ -87,6 +87,7 @@ from typing import (
 import apsw
 
 if TYPE_CHECKING:
+    import hashlib
     from dataclasses import dataclass
 else:
     # The methods of a dataclass, written once. The standard library compiles them for each class
@@ -1651,7 +1652,7 @@ def first_hash(ledger: str, run: str, settings: str) -> str:
     return sha256(f"{ledger}\n{run}\n{settings}".encode()).hexdigest()
 
 
-def sha256(content: bytes) -> Any:
+def sha256(content: bytes) -> hashlib._Hash:
     """Return the SHA-256 of bytes so far, as hashlib does."""
     import hashlib  # 4 ms; status and refused starts hash nothing
 
@@ -2745,7 +2746,9 @@ def require_sqlite(version: str) -> None:
         )
 
 
-def open_ledger(path: Path, host: Host, *, create: bool, witnesses: bool = False) -> Ledger:
+def open_ledger(
+    path: Path, host: Host, *, create: bool, witnesses: bool = False, write: bool = True
+) -> Ledger:
     """Open the ledger, after checking that it is one, of a version that we know.
 
     Args:
@@ -2754,6 +2757,7 @@ def open_ledger(path: Path, host: Host, *, create: bool, witnesses: bool = False
         create: whether to make it if there is none.
         witnesses: whether checkpoints exist; then a missing or empty ledger is a loss, not a
             beginning.
+        write: without, it can be read where nothing can be written: on a full or read-only disk.
 
     Raises:
         PersonNeeded: it is missing, empty or not ours while checkpoints exist.
@@ -2771,6 +2775,8 @@ def open_ledger(path: Path, host: Host, *, create: bool, witnesses: bool = False
     try:
         return _open_known_ledger(path, host)
     except apsw.Error as error:
+        if not write and not _has_content(path.with_name(f"{path.name}-wal")):
+            return _open_closed_ledger(path, host)
         letter = ledger_letter(error, path, host)
         raise letter from error
 
@@ -2883,6 +2889,30 @@ def _open_known_ledger(path: Path, host: Host) -> Ledger:
     except BaseException:
         connection.close(force=True)
         raise
+    return ledger
+
+
+def _has_content(path: Path) -> bool:
+    """Tell whether there is a file that is not empty."""
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:
+        return False
+
+
+def _open_closed_ledger(path: Path, host: Host) -> Ledger:
+    """Open for reading a ledger that no process has open, so that SQLite makes no file beside it.
+
+    Raises:
+        StateDirectoryError: it is damaged, or cannot be read.
+    """
+    ways = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+    try:
+        connection = apsw.Connection(f"{path.as_uri()}?immutable=1", flags=ways)
+        ledger = Ledger(path, host, connection)
+        ledger.uuid = connection.execute("SELECT uuid FROM ledger").get
+    except apsw.Error as error:
+        raise ledger_letter(error, path, host) from error
     return ledger
 
 
@@ -6829,10 +6859,11 @@ class StateDirectory:
         what = f"The state directory {self.path} cannot be used: {why}."
         return StateDirectoryError(what, unchanged="Nothing was changed.", todo=todo)
 
-    def open_ledger(self, *, create: bool) -> Ledger:
+    def open_ledger(self, *, create: bool, write: bool = True) -> Ledger:
         """Open the ledger; a missing one is a loss if there are checkpoints."""
         witnesses = any((self.path / "checkpoints").glob("*/*.json"))
-        return open_ledger(self.ledger_path, self._host, create=create, witnesses=witnesses)
+        ways = {"create": create, "witnesses": witnesses, "write": write}
+        return open_ledger(self.ledger_path, self._host, **ways)
 
     def lock_path(self, job: str) -> Path:
         """Return where the lock of a job is."""
@@ -7300,19 +7331,11 @@ class App:
         return StateDirectory(self.config, self.host)
 
     def ledger(self, *, write: bool) -> contextlib.closing[Ledger]:
-        """Open the ledger that is there; never makes one.
-
-        A reader that is root becomes the owner of the state: whatever SQLite makes beside the
-        ledger while it reads is then the owner's too.
-        """
+        """Open the ledger that is there; never makes one."""
         if write:
             check_trusted(self.config.path, what="the configuration")
         self.state.require_fit(create=False, write=write)
-        if not write and os.geteuid() == 0:
-            owner = self.state.path.stat()
-            os.setegid(owner.st_gid)
-            os.seteuid(owner.st_uid)
-        return contextlib.closing(self.state.open_ledger(create=False))
+        return contextlib.closing(self.state.open_ledger(create=False, write=write))
 
     def find_run(self, ledger: Ledger, name: str) -> Run:
         """Return the run that is meant: a job's unfinished or latest one, or an id's beginning.
