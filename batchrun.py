@@ -7015,15 +7015,26 @@ def summarise_job(
     }
 
 
-def render_status(jobs: list[dict[str, Any]]) -> str:
-    """Return a table of jobs as text."""
-    rows = [["job", "state", "since", "records", "last success", "skipped", "next"]]
+def render_status(jobs: list[dict[str, Any]], now: str) -> str:
+    """Return a table of jobs as text, and below it what to type for those that are not done."""
+    rows = [["job", "state", "for", "records", "last success", "skipped"]]
     for job in jobs:
-        times = [moment_text(job["since"]), moment_text(job["last_success"])]
+        success = f"{age_text(job['last_success'], now)} ago" if job["last_success"] else "-"
         skipped = str(job["refused_since_success"] or "-")
-        rows.append([job["job"], state_text(job), times[0], of_all_text(job), times[1], skipped])
-        rows[-1].append(job["next"])
-    return render_table(rows)
+        times = age_text(job["since"], now), of_all_text(job), success
+        rows.append([job["job"], state_text(job), *times, skipped])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)) for row in rows]
+    lines += [f"to type: {job['next']}" for job in jobs if " report " not in job["next"]]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def age_text(at: str | None, now: str) -> str:
+    """Return how long ago a moment was, for people, or `-`."""
+    if not at:
+        return "-"
+    age = datetime.fromisoformat(now) - datetime.fromisoformat(at)
+    return duration_text(max(0.0, age.total_seconds()))
 
 
 def render_one_status(job: dict[str, Any]) -> str:
@@ -7117,13 +7128,16 @@ def progress_line(run: Run, rate: float, columns: int) -> str:
 
 
 def progress_text(run: Run, rate: float) -> str:
-    """Return how far a run is in words."""
-    words = f"{of_all_text(vars(run))}  {rate:,.0f}/s"
+    """Return how far a run is in words, of the same width from beginning to end."""
+    speed = f"{rate:>9,.0f}/s" if rate else " " * 11
     if not run.expected:
-        return words
+        return f"{run.read:>12,} records {speed}"
     left_s = max(0, run.expected - run.read) / rate if rate else 0
-    left = f"  {duration_text(left_s)} left" if left_s else ""
-    return f"{min(1.0, run.read / run.expected):4.0%}  {words}{left}"
+    left = f"{duration_text(left_s):>6} left" if left_s else " " * 11
+    share = min(1.0, run.read / run.expected)
+    return (
+        f"{share:4.0%}  {run.read:>{len(f'{run.expected:,}')},} of {run.expected:,} {speed} {left}"
+    )
 
 
 def render_table(rows: list[list[str]]) -> str:
@@ -7211,7 +7225,7 @@ class Console:
         self.as_json = self.quiet = self.verbose = self.tells = False
         self.config = ""
         self._host = host
-        self._drawn = 0  # columns of the live line that is there now
+        self._drawn = False  # whether a live line is there now
         self._began: tuple[float, int] | None = None  # when progress was first shown, and records
         self._written = (0, 0.0)  # the tenth of the last plain line, and when
 
@@ -7223,7 +7237,8 @@ class Console:
     @property
     def live(self) -> bool:
         """Whether progress is one line, drawn again and again."""
-        return os.isatty(2) and not (self.quiet or self.as_json or self.plain)
+        is_terminal = os.isatty(2) and os.environ.get("TERM") != "dumb"
+        return is_terminal and not (self.quiet or self.as_json or self.plain)
 
     def result(self, text: str, document: Any) -> None:
         """Write a command's result: text, or with --json one document."""
@@ -7245,7 +7260,7 @@ class Console:
         began, read_before = self._began
         rate = (run.read - read_before) / (now - began) if now > began else 0.0
         if self.live:
-            self._draw(progress_line(run, rate, terminal_columns() - 1))
+            self._draw(progress_line(run, rate, terminal_columns() - 3))
         elif self.plain or self.as_json:
             tenth = 10 * run.read // run.expected if run.expected else 0
             if tenth > self._written[0] or now > max(began, self._written[1]) + PLAIN_LINE_EVERY_S:
@@ -7255,7 +7270,7 @@ class Console:
                 if self.as_json:
                     write_line(1, json.dumps(document))
                 else:
-                    write_line(2, f"{run.job} {progress_text(run, rate)}")
+                    write_line(2, f"{run.job} {progress_text(run, rate)}".rstrip())
 
     def letter(self, text: str, code: int) -> None:
         """Write an error; with --json the last line of stderr is an object."""
@@ -7279,10 +7294,9 @@ class Console:
     def _draw(self, line: str) -> None:
         """Put a live line in place of the one that is there; an empty one takes it away."""
         if line or self._drawn:
-            back = "" if line else "\r"
             with contextlib.suppress(OSError):
-                write_all(2, f"\r{line:<{self._drawn}}{back}".encode(errors="replace"))
-            self._drawn = len(line)
+                write_all(2, f"\r\x1b[K{line}".encode(errors="replace"))
+            self._drawn = bool(line)
 
 
 def is_journal() -> bool:
@@ -7498,7 +7512,7 @@ def status_command(app: App, *, name: str | None) -> ExitCode:
             refused = ledger.refused_since_success(job)
             jobs.append(summarise_job(job, run, stands, ledger.last_success(job), refused))
     barrier = Maintenance(app.config.state / "maintenance.lock").find()
-    text = render_one_status(jobs[0]) if name else render_status(jobs)
+    text = render_one_status(jobs[0]) if name else render_status(jobs, app.host.now())
     if barrier:
         text = f"maintenance is on since {barrier.since} {barrier.reason}".rstrip() + f"\n{text}"
     for each_job in jobs:
