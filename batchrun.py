@@ -6681,8 +6681,8 @@ class StopCounter:
     def wait(self, seconds: float) -> None:
         """Wait for the next signal, but not longer than so many seconds."""
         taken = signal.sigtimedwait(self._waited_for, seconds)
-        if taken is None or taken.si_signo == signal.SIGCHLD:
-            return
+        if taken is None or taken.si_signo not in self._waited_for - {signal.SIGCHLD}:
+            return  # after SIGCONT Python returns numbers that are no signals
         number, now = signal.Signals(taken.si_signo), self._host.monotonic()
         if self.count == 0:
             self.first, self._first_at = number, now
