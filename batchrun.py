@@ -271,8 +271,7 @@ EXIT_SENTENCES = {
     ExitCode.USAGE: "usage or configuration",
     ExitCode.FINDINGS: "findings: something needs someone",
     ExitCode.NOT_FOUND: "no such job or run",
-    ExitCode.STATE_DIRECTORY: "the state directory cannot be used: full, I/O error, read-only, "
-    "foreign owner, network file system, newer format",
+    ExitCode.STATE_DIRECTORY: "the state directory cannot be used: full, read-only, I/O error, ...",
     ExitCode.DONE_WITH_REJECTS: "done; records were rejected within the limits",
     ExitCode.BUSY: "busy: another process runs this job",
     ExitCode.MAINTENANCE: "maintenance: refused",
@@ -658,6 +657,21 @@ class Host:
             return Path("/proc/self/mountinfo").read_text().splitlines()
         except OSError:
             return []
+
+    def is_journal(self) -> bool:
+        """Tell whether stderr is the systemd journal."""
+        try:
+            device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
+            found = os.fstat(2)
+            return (int(device), int(inode)) == (found.st_dev, found.st_ino)
+        except (ValueError, OSError):
+            return False
+
+    def terminal_columns(self) -> int:
+        """Return the width of the terminal that is stderr; 0 if it is none that can be drawn on."""
+        if not os.isatty(2) or os.environ.get("TERM") == "dumb":
+            return 0
+        return os.get_terminal_size(2).columns or 80
 
     def become_subreaper(self) -> None:
         """Inherit the orphans of our descendants, so that none outlives us unseen."""
@@ -5778,6 +5792,11 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
     return Standing(run.state, run.error or "", resume, not needs_someone, needs_someone)
 
 
+def never_run(job: str) -> Standing:
+    """Return how a job stands that has no run."""
+    return Standing(RunState.WAITING, "", f"batchrun run {job}")
+
+
 def owned_standing(run: Run, attempt: Attempt | None, resume: str, host: Host) -> Standing:
     """Return how a run stands that some process owns, or owned until it died."""
     owners = [attempt.supervisor, attempt.worker] if attempt else []
@@ -7023,10 +7042,8 @@ def render_status(jobs: list[dict[str, Any]], now: str) -> str:
         skipped = str(job["refused_since_success"] or "-")
         times = age_text(job["since"], now), of_all_text(job), success
         rows.append([job["job"], state_text(job), *times, skipped])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)) for row in rows]
-    lines += [f"to type: {job['next']}" for job in jobs if " report " not in job["next"]]
-    return "\n".join(line.rstrip() for line in lines)
+    todos = [f"to type: {job['next']}" for job in jobs if " report " not in job["next"]]
+    return "\n".join([render_table(rows), *todos])
 
 
 def age_text(at: str | None, now: str) -> str:
@@ -7232,13 +7249,13 @@ class Console:
     @property
     def plain(self) -> bool:
         """Whether what happens is written as plain lines."""
-        return not self.quiet and (self.verbose or is_journal())
+        return not self.quiet and (self.verbose or self._host.is_journal())
 
     @property
     def live(self) -> bool:
         """Whether progress is one line, drawn again and again."""
-        is_terminal = os.isatty(2) and os.environ.get("TERM") != "dumb"
-        return is_terminal and not (self.quiet or self.as_json or self.plain)
+        written = self.quiet or self.as_json or self.plain
+        return not written and self._host.terminal_columns() > 0
 
     def result(self, text: str, document: Any) -> None:
         """Write a command's result: text, or with --json one document."""
@@ -7260,17 +7277,17 @@ class Console:
         began, read_before = self._began
         rate = (run.read - read_before) / (now - began) if now > began else 0.0
         if self.live:
-            self._draw(progress_line(run, rate, terminal_columns() - 3))
-        elif self.plain or self.as_json:
-            tenth = 10 * run.read // run.expected if run.expected else 0
-            if tenth > self._written[0] or now > max(began, self._written[1]) + PLAIN_LINE_EVERY_S:
-                self._written = (tenth, now)
+            self._draw(progress_line(run, rate, self._host.terminal_columns() - 3))
+            return
+        tenth = 10 * run.read // run.expected if run.expected else 0
+        if tenth > self._written[0] or now > max(began, self._written[1]) + PLAIN_LINE_EVERY_S:
+            self._written = (tenth, now)
+            if self.as_json:
                 document = {"type": "progress", "run": run.id, "read": run.read}
                 document |= {"expected": run.expected, "records_per_s": round(rate, 1)}
-                if self.as_json:
-                    write_line(1, json.dumps(document))
-                else:
-                    write_line(2, f"{run.job} {progress_text(run, rate)}".rstrip())
+                write_line(1, json.dumps(document))
+            elif self.plain:
+                write_line(2, f"{run.job} {progress_text(run, rate)}".rstrip())
 
     def letter(self, text: str, code: int) -> None:
         """Write an error; with --json the last line of stderr is an object."""
@@ -7297,24 +7314,6 @@ class Console:
             with contextlib.suppress(OSError):
                 write_all(2, f"\r\x1b[K{line}".encode(errors="replace"))
             self._drawn = bool(line)
-
-
-def is_journal() -> bool:
-    """Tell whether our stderr is the systemd journal."""
-    try:
-        device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
-        found = os.fstat(2)
-        return (int(device), int(inode)) == (found.st_dev, found.st_ino)
-    except (ValueError, OSError):
-        return False
-
-
-def terminal_columns() -> int:
-    """Return the width of the terminal; 80 if it does not say."""
-    try:
-        return os.get_terminal_size(2).columns or 80
-    except OSError:
-        return 80
 
 
 # -- what every command starts from --------------------------------------------------------------
@@ -7363,11 +7362,11 @@ class App:
                 raise NotFound(f"The job {name} has never run.", todo=f"Type: batchrun run {name}")
             return run
         found = ledger.runs_like(name)
-        if len(found) != 1:
-            count = f"There are {len(found)} runs" if found else "There is no run"
-            message = f"{count} whose id begins with {name!r}, and no job of that name."
-            raise NotFound(message, todo="See: batchrun status")
-        return found[0]
+        if len(found) == 1:
+            return found[0]
+        count = f"There are {len(found)} runs" if found else "There is no run"
+        what = f"{count} whose id begins with {name!r}, and no job of that name."
+        raise NotFound(what, todo="See: batchrun status")
 
     def supervise(self, launch: Launch) -> ExitCode:
         """Run a job to its end, and write how it ended."""
@@ -7417,7 +7416,7 @@ def run_command(app: App, *, job: str, **asked: Any) -> ExitCode:
     exits=RUN_EXITS,
 )
 def resume_command(app: App, *, run: str | None, everything: bool, **asked: Any) -> ExitCode:
-    """Go on with an unfinished run (RUN, or a job's name; alone: the only one there is)."""
+    """Go on with an unfinished run; without RUN, the only one."""
     app.host.notify_systemd("READY=1")
     if everything:
         return tick(app)
@@ -7447,11 +7446,7 @@ def launch_of(
 
 
 def parse_overrides(pairs: tuple[str, ...]) -> dict[str, str]:
-    """Return `--set NAME=VALUE` options as a dict.
-
-    Raises:
-        ConfigurationError: no `=`, or something secret, which must not stand on a command line.
-    """
+    """Return `--set NAME=VALUE` options as a dict; refuse what must not stand on a command line."""
     overrides = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -7500,15 +7495,15 @@ def tick(app: App) -> ExitCode:
 
 @command("Every day", word("name", required=False), exits=(ExitCode.FINDINGS, ExitCode.NOT_FOUND))
 def status_command(app: App, *, name: str | None) -> ExitCode:
-    """Show all jobs, or why one job or run is as it is, and what to type next."""
+    """Show how jobs stand, why, and what to type next."""
     jobs = []
     with app.ledger(write=False) as ledger:
         for each in [name] if name else app.config.jobs:
-            latest = ledger.unfinished(each) or ledger.latest(each)
-            run = app.find_run(ledger, each) if name and name not in app.config.jobs else latest
+            run = ledger.unfinished(each) or ledger.latest(each)
+            if each not in app.config.jobs:
+                run = app.find_run(ledger, each)
             job = run.job if run else each
-            stands = Standing(RunState.WAITING, "", f"batchrun run {job}")
-            stands = standing(ledger, run, app.host) if run else stands
+            stands = standing(ledger, run, app.host) if run else never_run(job)
             refused = ledger.refused_since_success(job)
             jobs.append(summarise_job(job, run, stands, ledger.last_success(job), refused))
     barrier = Maintenance(app.config.state / "maintenance.lock").find()
@@ -7524,7 +7519,7 @@ def status_command(app: App, *, name: str | None) -> ExitCode:
 
 @command("Every day", word("run"), exits=[ExitCode.NOT_FOUND])
 def report_command(app: App, *, run: str) -> ExitCode:
-    """Tell what happened in a run: counts, attempts and how each ended, releases, rejects."""
+    """Tell what happened in a run, attempt by attempt."""
     with app.ledger(write=False) as ledger:
         found = app.find_run(ledger, run)
         rows = ledger.attempts(found), ledger.rejects(found), ledger.events(found)
@@ -7538,7 +7533,7 @@ def report_command(app: App, *, run: str) -> ExitCode:
 
 @command("Deploy", word("run"), exits=[ExitCode.NOT_FOUND])
 def pause_command(app: App, *, run: str) -> ExitCode:
-    """Pause a run at its next safe point; only `resume RUN` goes on."""
+    """Pause a run at its next safe point, until `resume RUN`."""
     return stop_command(app, run, Request.PAUSE, "paused")
 
 
@@ -7582,7 +7577,7 @@ def check_command(app: App) -> ExitCode:
     exits=[ExitCode.FINDINGS, ExitCode.BUSY],
 )
 def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
-    """Make a ledger that lost rows agree with the checkpoints, after copying both aside."""
+    """Make the ledger agree with the checkpoints (copied aside)."""
     app.state.require_fit(create=False)
     repair = find_repair(app.state, app.config.jobs)
     adopt = [(why, c) for why, c in repair.adopt if repair.lost or c.run.startswith(run or "")]
@@ -7607,7 +7602,7 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
 
 @command("Set up", word("folder", default="."))
 def init_command(app: App, *, folder: str) -> ExitCode:
-    """Make a configuration, a starter job that runs, and a feed for it; in FOLDER, or here."""
+    """Make a configuration and a starter job that runs."""
     root = Path(folder)
     feed = [f"SKU-{number:06d},{number * 7919 % 500}" for number in range(1, 12_001)]
     files = {
@@ -7672,7 +7667,7 @@ def inventory_sync(ctx: Context[Settings]):
 
 @command("Set up")
 def jobs_command(app: App) -> ExitCode:
-    """List the configured jobs, with their versions, settings and first lines."""
+    """Load the configured jobs and list them."""
     check_trusted(app.config.path, what="the configuration")
     rows, documents = [["job", "version", "settings", "what it does"]], []
     os.chdir(app.config.folder)
@@ -7700,7 +7695,7 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
         def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
             for group in GROUPS:
                 named = [parts.name for parts in COMMANDS if parts.group == group]
-                rows = [(name, self.commands[name].get_short_help_str(60)) for name in named]
+                rows = [(name, self.commands[name].get_short_help_str(70)) for name in named]
                 with formatter.section(group):
                     formatter.write_dl(rows)
 
