@@ -66,6 +66,7 @@ from operator import attrgetter, itemgetter, lt
 from pathlib import Path
 from types import UnionType
 from typing import (
+    TYPE_CHECKING,
     Any,
     Generic,
     Literal,
@@ -714,6 +715,13 @@ def _prctl(option: int, value: int) -> None:
     import ctypes  # only in a supervisor or worker
 
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def sha256(content: bytes) -> hashlib._Hash:
+    """Return the SHA-256 of bytes so far, as hashlib does."""
+    import hashlib  # 4 ms; status and refused starts hash nothing
+
+    return hashlib.sha256(content)
 
 
 def write_all(descriptor: int, content: bytes) -> None:
@@ -1434,12 +1442,12 @@ def _setting_digest(value: object, folder: Path) -> str:
         return str(value)
 
     text = _masked_by_form(json.dumps(value, sort_keys=True, default=plain))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 def settings_digest(identities: Mapping[str, str]) -> str:
     """Return the digest (64 hex digits) of what identity() returned."""
-    return hashlib.sha256(json.dumps(identities, sort_keys=True).encode()).hexdigest()
+    return sha256(json.dumps(identities, sort_keys=True).encode()).hexdigest()
 
 
 def changed_settings(before: Mapping[str, str], settings: object, folder: Path) -> list[str]:
@@ -1664,13 +1672,6 @@ CHECKPOINT_FIELDS: dict[str, tuple[type, ...]] = {
 def first_hash(ledger: str, run: str, settings: str) -> str:
     """Return the hash that commit 1 of a run hangs on."""
     return sha256(f"{ledger}\n{run}\n{settings}".encode()).hexdigest()
-
-
-def sha256(content: bytes) -> hashlib._Hash:
-    """Return the SHA-256 of bytes so far, as hashlib does."""
-    import hashlib  # 4 ms; status and refused starts hash nothing
-
-    return hashlib.sha256(content)
 
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> tuple[bytes, str]:
@@ -7371,6 +7372,9 @@ class App:
     def supervise(self, launch: Launch) -> ExitCode:
         """Run a job to its end, and write how it ended."""
         check_trusted(self.config.path, what="the configuration")
+        warning = self.state.warning()
+        if warning and (self.console.live or self.console.plain):
+            self.console.say(warning)
         began = self.host.monotonic()
         outcome = Supervisor(self.config, launch, self.host, self.console).run()
         if outcome.letter:
@@ -7508,11 +7512,12 @@ def status_command(app: App, *, name: str | None) -> ExitCode:
             jobs.append(summarise_job(job, run, stands, ledger.last_success(job), refused))
     barrier = Maintenance(app.config.state / "maintenance.lock").find()
     text = render_one_status(jobs[0]) if name else render_status(jobs, app.host.now())
-    if barrier:
-        text = f"maintenance is on since {barrier.since} {barrier.reason}".rstrip() + f"\n{text}"
+    said = [f"maintenance is on since {barrier.since} {barrier.reason}".rstrip()] if barrier else []
+    said += [warning] if (warning := app.state.warning()) else []
     for each_job in jobs:
         each_job["next"] = app.console.typed(each_job["next"])
-    app.console.result(text, {"jobs": jobs, "maintenance": barrier and vars(barrier)})
+    document = {"jobs": jobs, "maintenance": barrier and vars(barrier), "warning": warning}
+    app.console.result("\n".join([*said, text]), document)
     needs_someone = any(each_job["needs_someone"] for each_job in jobs)
     return ExitCode.FINDINGS if needs_someone else ExitCode.DONE
 

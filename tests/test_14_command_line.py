@@ -109,7 +109,7 @@ def test_a_person_who_resumes_is_told_in_one_line_from_where(paused: Project) ->
 
 def test_the_tick_goes_on_without_a_word(paused: Project) -> None:
     assert paused.run("resume", "--all") == Ended(0, "", "")
-    assert paused.run("status", "count").out.startswith("count: succeeded since ")
+    assert "count: succeeded since " in paused.run("status", "count").out
 
 
 def test_the_tick_has_nothing_to_do_before_the_first_run(shop: Project) -> None:
@@ -126,7 +126,7 @@ def test_plain_lines_have_no_return_and_no_escape_and_are_few(project: Project) 
     assert (ended.code, ended.out) == (0, "")
     assert not {"\r", "\x1b"} & {*ended.err}
     assert 2 <= len(lines) < 200
-    assert [line for line in lines if not line.startswith("many")] == []
+    assert [line for line in lines if not line.startswith(("many", "warning: "))] == []
     assert "200,000 of 200,000" in ended.err
 
 
@@ -193,7 +193,7 @@ def on_a_terminal(project: Project, *words: str) -> tuple[int, str]:
 
 def test_a_terminal_gets_one_live_line_and_then_how_it_ended(shop: Project) -> None:
     code, shown = on_a_terminal(shop, "run", "count")
-    lines = shown.split("\r\n")
+    lines = [line for line in shown.split("\r\n") if not line.startswith("warning: ")]
     run = run_id(shop)
     assert code == 0
     assert lines[1:] == [""]
@@ -224,14 +224,16 @@ def test_an_output_that_is_full_or_closed_or_gone_fails_no_run(shop: Project, ou
     ended = subprocess.run(words, cwd=shop.folder, env=clean_environment(), timeout=60, check=False)
     assert ended.returncode == 0
     assert shop.run("check") == Ended(0, "ledger and checkpoints agree\n", "")
-    assert shop.run("status", "count").out.startswith("count: succeeded since ")
+    assert "count: succeeded since " in shop.run("status", "count").out
 
 
-def test_systemd_hears_ready_before_a_start_is_refused(shop: Project) -> None:
+def test_systemd_hears_ready_before_a_start_is_refused(
+    shop: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert shop.run("run", "count").code == 0
     (shop.folder / "state/maintenance.lock").touch()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
-        os.chdir(shop.outputs)  # a socket's address has at most 107 bytes
+        monkeypatch.chdir(shop.outputs)  # a socket's address has at most 107 bytes
         systemd.bind("notify")
         systemd.settimeout(30)
         address = f"/proc/{os.getpid()}/cwd/notify"
@@ -239,7 +241,6 @@ def test_systemd_hears_ready_before_a_start_is_refused(shop: Project) -> None:
             ended = shop.run(*words, env={**clean_environment(), "NOTIFY_SOCKET": address})
             assert ended.code == code
             assert systemd.recv(100) == b"READY=1"
-        os.chdir(shop.folder)
 
 
 # --- what may be typed ----------------------------------------------------------------------------
@@ -317,7 +318,7 @@ def test_status_tells_that_a_person_is_needed_by_exit_code_3(paused: Project) ->
     assert asked == Ended(0, f"run {run} of count is paused\n", "")
     status = paused.run("status", "count")
     assert status.code == 3
-    assert status.out.startswith("count: paused (person) since ")
+    assert "count: paused (person) since " in status.out
     assert status.out.endswith(f"to type: batchrun resume {run}\n")
     assert paused.run("run", "count").code == 13
     assert paused.run("resume", "--all") == Ended(0, "", "")
@@ -419,7 +420,7 @@ def test_whatever_is_named_maintenance_lock_refuses_with_12_and_a_row(
     assert status["maintenance"]["reason"] == ("the shelves move" if said else "")
     lockfile.rmdir() if lockfile.is_dir() else lockfile.unlink()
     assert paused.run("resume", "--all") == Ended(0, "", "")
-    assert paused.run("status", "count").out.startswith("count: succeeded since ")
+    assert "count: succeeded since " in paused.run("status", "count").out
 
 
 # --- K20 owner and umask, K26 cron's world, K45 file systems --------------------------------------
