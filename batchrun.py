@@ -7774,11 +7774,6 @@ def run_command_line(arguments: list[str]) -> int:
 
 def main() -> NoReturn:
     """Run the command line and leave by os._exit: a held lock is never given back on the way."""
-    for descriptor in range(3):  # else a file of ours would become stdout
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
     code = int(ExitCode.FAILED)
     try:
         code = run_command_line(sys.argv[1:])
