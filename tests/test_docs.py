@@ -3,7 +3,7 @@
 The README's first two `sh` blocks are run in a copy of the clone, exactly as a reader would paste
 them. The second of them runs the tests, and so would come back to this file without end. Two
 things keep it from that: inside, BATCHRUN_DOCS_NESTED is set and the test that runs the blocks is
-skipped; and PYTEST_ADDOPTS selects tests/test_layers.py alone, which is enough to see that the
+skipped; and PYTEST_ADDOPTS selects tests/test_13_reports.py alone, which is enough to see that the
 command makes an environment in which tests pass, and takes a second instead of minutes.
 """
 
@@ -71,7 +71,7 @@ def test_the_first_two_commands_run_as_written_and_leave_nothing_outside(tmp_pat
         **clean_environment(),
         **{name: str(folder) for name, folder in outside.items()},
         NESTED: "1",
-        "PYTEST_ADDOPTS": "-k test_layers",
+        "PYTEST_ADDOPTS": "-k test_13_reports",
     }
 
     def paste(line: str) -> str:
