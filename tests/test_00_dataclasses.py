@@ -64,6 +64,8 @@ def test_one_that_is_not_frozen_can_be_changed_and_not_hashed() -> None:
         hash(made)
 
 
-@pytest.mark.parametrize("text", ["PASSWORD=abc", "pa\u017f\u017fword=abc", "toKen: abcd", "x://u:abcd@h/"])
+@pytest.mark.parametrize(
+    "text", ["PASSWORD=abc", "pa\u017f\u017fword=abc", "toKen: abcd", "x://u:abcd@h/"]
+)
 def test_no_form_of_a_secret_slips_past_the_look_that_comes_before_the_patterns(text: str) -> None:
     assert "abc" not in batchrun.mask_secrets(text)
