@@ -50,7 +50,6 @@ import contextlib
 import errno
 import fcntl
 import functools
-import hashlib
 import json
 import os
 import re
@@ -59,7 +58,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, FrozenInstanceError, field, fields, is_dataclass
 from datetime import date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
 from itertools import islice, pairwise
@@ -67,6 +66,7 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import SimpleNamespace, UnionType
 from typing import (
+    TYPE_CHECKING,
     Any,
     Generic,
     Literal,
@@ -84,6 +84,66 @@ from typing import (
 )
 
 import apsw
+
+if TYPE_CHECKING:
+    import hashlib
+    from dataclasses import dataclass
+else:
+    # The methods of a dataclass, written once. The standard library compiles them for each class
+    # at each start, which for ours takes a third of what `batchrun status` may take in all. Type
+    # checkers, dataclasses.fields() and dataclasses.replace() see ordinary dataclasses.
+    from dataclasses import dataclass as bare_dataclass
+
+    class Noun:
+        """What all dataclasses of this file have in common."""
+
+        def __init__(self, *values: object, **named: object) -> None:
+            given = dict(zip(self.__dataclass_fields__, values, strict=False), **named)
+            twice = len(values) + len(named) != len(given)
+            for name, each in self.__dataclass_fields__.items():
+                if name in given:
+                    vars(self)[name] = given.pop(name)
+                elif each.default_factory is not MISSING:
+                    vars(self)[name] = each.default_factory()
+                elif each.default is not MISSING:
+                    vars(self)[name] = each.default
+                else:
+                    raise TypeError(f"{type(self).__name__} needs {name}")
+            if twice or given:
+                every = ", ".join(self.__dataclass_fields__)
+                raise TypeError(f"{type(self).__name__} takes each of {every} once")
+            self.__post_init__()
+
+        def __post_init__(self) -> None:
+            """Do nothing more."""
+
+        def __repr__(self) -> str:
+            shown = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+            return f"{type(self).__name__}({shown})"
+
+        def __eq__(self, other: object) -> bool:
+            return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
+
+        def __hash__(self) -> int:
+            return hash(tuple(vars(self).values()))
+
+        def refuse(self, name: str, *_: object) -> None:
+            """Refuse a change of what is frozen."""
+            raise FrozenInstanceError(f"{name} of a {type(self).__name__} cannot be changed")
+
+    def dataclass(cls: type | None = None, *, frozen: bool = False) -> Any:
+        """Make a class a dataclass."""
+        if cls is None:
+            return functools.partial(dataclass, frozen=frozen)
+        names = {"__init__", "__post_init__", "__repr__", "__eq__", "__hash__"}
+        for name in names - vars(cls).keys():
+            setattr(cls, name, vars(Noun)[name])
+        if frozen:
+            cls.__setattr__ = cls.__delattr__ = Noun.refuse
+        else:
+            cls.__hash__ = None
+        return bare_dataclass(init=False, repr=False, eq=False, match_args=False)(cls)
+
 
 VERSION = "0.1.0"
 T = TypeVar("T")
@@ -210,8 +270,7 @@ EXIT_SENTENCES = {
     ExitCode.USAGE: "usage or configuration",
     ExitCode.FINDINGS: "findings: something needs someone",
     ExitCode.NOT_FOUND: "no such job or run",
-    ExitCode.STATE_DIRECTORY: "the state directory cannot be used: full, I/O error, read-only, "
-    "foreign owner, network file system, newer format",
+    ExitCode.STATE_DIRECTORY: "the state directory cannot be used: full, read-only, I/O error, ...",
     ExitCode.DONE_WITH_REJECTS: "done; records were rejected within the limits",
     ExitCode.BUSY: "busy: another process runs this job",
     ExitCode.MAINTENANCE: "maintenance: refused",
@@ -598,6 +657,21 @@ class Host:
         except OSError:
             return []
 
+    def is_journal(self) -> bool:
+        """Tell whether stderr is the systemd journal."""
+        try:
+            device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
+            found = os.fstat(2)
+            return (int(device), int(inode)) == (found.st_dev, found.st_ino)
+        except (ValueError, OSError):
+            return False
+
+    def terminal_columns(self) -> int:
+        """Return the width of the terminal that is stderr; 0 if it is none that can be drawn on."""
+        if not os.isatty(2) or os.environ.get("TERM") == "dumb":
+            return 0
+        return os.get_terminal_size(2).columns or 80
+
     def become_subreaper(self) -> None:
         """Inherit the orphans of our descendants, so that none outlives us unseen."""
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -639,6 +713,13 @@ def _prctl(option: int, value: int) -> None:
     import ctypes  # only in a supervisor or worker
 
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def sha256(content: bytes) -> hashlib._Hash:
+    """Return the SHA-256 of bytes so far, as hashlib does."""
+    import hashlib  # 4 ms; status and refused starts hash nothing
+
+    return hashlib.sha256(content)
 
 
 def write_all(descriptor: int, content: bytes) -> None:
@@ -1107,11 +1188,19 @@ def mask_secrets(text: str) -> str:
 
 def _masked_by_form(text: str) -> str:
     """Return text with those secrets masked that their form gives away."""
+    folded = text.casefold()
+    if not any(sign in folded for sign in _SECRET_SIGNS):
+        return text  # most text: the patterns take 10 ms to compile
     for pattern in _secret_forms():
         text = pattern.sub(rf"\g<1>{_MASK}", text)
     return text
 
 
+# Every form has one of these in it, whatever the case of its letters.
+_SECRET_SIGNS = (
+    *("://", "author", "bearer", "pass", "pwd"),
+    *("token", "secret", "credent", "key"),
+)
 _SECRET_NAME = (
     r"(?:passw(?:or)?d|passphrase|pwd|(?<![a-z])pass|token|secret|credentials?"
     r"|(?:api|access|private|secret)[_-]?key)[0-9]*"
@@ -1351,12 +1440,12 @@ def _setting_digest(value: object, folder: Path) -> str:
         return str(value)
 
     text = _masked_by_form(json.dumps(value, sort_keys=True, default=plain))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 def settings_digest(identities: Mapping[str, str]) -> str:
     """Return the digest (64 hex digits) of what identity() returned."""
-    return hashlib.sha256(json.dumps(identities, sort_keys=True).encode()).hexdigest()
+    return sha256(json.dumps(identities, sort_keys=True).encode()).hexdigest()
 
 
 def changed_settings(before: Mapping[str, str], settings: object, folder: Path) -> list[str]:
@@ -1584,7 +1673,7 @@ INNER_FIELDS: dict[str, set[str]] = {
 
 def first_hash(ledger: str, run: str, settings: str) -> str:
     """Return the hash that commit 1 of a run hangs on."""
-    return hashlib.sha256(f"{ledger}\n{run}\n{settings}".encode()).hexdigest()
+    return sha256(f"{ledger}\n{run}\n{settings}".encode()).hexdigest()
 
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> tuple[bytes, str]:
@@ -1594,7 +1683,7 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> tuple[bytes, str]:
         CursorError: it would not read back as it was written; says why.
     """
     body = f"{_a_value_a_line(vars(checkpoint))}\n".encode()
-    digest = hashlib.sha256(body).hexdigest()
+    digest = sha256(body).hexdigest()
     content = f"{CHECKPOINT_MAGIC} {CHECKPOINT_FORMAT} {digest} {len(body)}\n".encode() + body
     try:
         why = "" if parse_checkpoint(content)[0] == checkpoint else "it is not the same"
@@ -1630,7 +1719,7 @@ def parse_checkpoint(content: bytes) -> tuple[Checkpoint, str]:
         raise BrokenCheckpoint(f"there never was a format {words[1]}")
     if len(content) > CHECKPOINT_MAX_BYTES:
         raise BrokenCheckpoint(f"it is larger than {CHECKPOINT_MAX_BYTES:,} bytes")
-    digest = hashlib.sha256(body).hexdigest()
+    digest = sha256(body).hexdigest()
     if words[3] != str(len(body)) or words[2] != digest:
         raise BrokenCheckpoint(f"torn or changed: {len(body)} bytes, {words[3]} were written")
     return _checkpoint_of(body), digest
@@ -4381,7 +4470,7 @@ def _plain_key(key: Any) -> Any:
 
 
 def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:32]
+    return sha256(content).hexdigest()[:32]
 
 
 class Query:
@@ -4649,7 +4738,7 @@ class _RecordFile:
     def fingerprint(self) -> str:
         """Return size and SHA-256 of the file as stored: all of it, or beyond 64 MB both ends."""
         self._open()
-        size, part, found = self._stat.st_size, FINGERPRINT_BYTES, hashlib.sha256()
+        size, part, found = self._stat.st_size, FINGERPRINT_BYTES, sha256(b"")
         head = range(0, min(part, size), BUFFER_BYTES)
         for at in (*head, *range(max(part, size - part), size, BUFFER_BYTES)):
             found.update(os.pread(self._file.fileno(), BUFFER_BYTES, at))
@@ -5447,6 +5536,81 @@ def set_aside(paths: list[Path], folder: Path) -> list[Path]:
     return [folder / path.name for path in there]
 
 
+def is_paused_by_person(run: Run) -> bool:
+    """Tell whether a person paused a run, or asked for it and its owner went away before."""
+    decided = run.state == RunState.PAUSED and run.reason == Reason.PERSON
+    return decided or run.request == Request.PAUSE
+
+
+class Standing(NamedTuple):
+    """How a run stands in truth; the ledger's row alone does not know that its owner died.
+
+    Attributes:
+        state: one of the nine.
+        why: a sentence, or nothing.
+        todo: the line to type next.
+        is_due: whether the tick goes on with it: nobody decided against it, nobody owns it.
+        needs_someone: whether it stays as it is until a person does something.
+    """
+
+    state: RunState
+    why: str
+    todo: str
+    is_due: bool = False
+    needs_someone: bool = False
+
+
+def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
+    """Return how a run stands, after looking at its processes."""
+    resume = f"batchrun resume {run.id}"
+    if run.finished:
+        return Standing(run.state, "", f"batchrun report {run.id}")
+    if run.state in (RunState.RESERVED, RunState.RUNNING):
+        return owned_standing(run, ledger.last_attempt(run), resume, host)
+    needs_someone = is_paused_by_person(run) or run.state in (RunState.FAILED, RunState.AWAITING)
+    return Standing(run.state, run.error or "", resume, not needs_someone, needs_someone)
+
+
+def never_run(job: str) -> Standing:
+    """Return how a job stands that has no run."""
+    return Standing(RunState.WAITING, "", f"batchrun run {job}")
+
+
+def owned_standing(run: Run, attempt: Attempt | None, resume: str, host: Host) -> Standing:
+    """Return how a run stands that some process owns, or owned until it died."""
+    owners = [attempt.supervisor, attempt.worker] if attempt else []
+    alive = [process for process in owners if process and host.is_alive(process)]
+    if not alive:
+        why = "Its processes are gone without a word: killed, or the machine was switched off."
+        waits = is_paused_by_person(run)
+        return Standing(RunState.INTERRUPTED, why, resume, is_due=not waits, needs_someone=waits)
+    for process in alive:
+        if host.is_stopped(process):
+            why = f"Process {process.pid} is stopped (SIGSTOP, or a debugger)."
+            return Standing(run.state, why, f"kill -CONT {process.pid}", needs_someone=True)
+    if alive[0] == owners[0]:
+        return Standing(run.state, "", f"batchrun pause {run.id}")
+    why = f"Its supervisor is gone; worker {alive[0].pid} commits its last batch and leaves."
+    return Standing(run.state, why, resume, is_due=True)
+
+
+def only_unfinished(ledger: Ledger) -> Run:
+    """Return the one unfinished run.
+
+    Raises:
+        NotFound: there is none.
+        ConfigurationError: there are several; they are listed.
+    """
+    found = ledger.all_unfinished()
+    if not found:
+        raise NotFound("There is no unfinished run.", todo="To begin one: batchrun run JOB")
+    if len(found) > 1:
+        lines = "\n".join(f"  batchrun resume {run.id}   ({run.job})" for run in found)
+        what = f"{len(found)} runs are unfinished."
+        raise ConfigurationError(what, todo=f"Type one of:\n{lines}")
+    return found[0]
+
+
 # ======================================================================================
 # 11. Worker: drive one attempt: gate, batch, commit, cleanup
 # ======================================================================================
@@ -5908,7 +6072,7 @@ def write_line(descriptor: int, text: str) -> None:
 def worker_main() -> NoReturn:
     """Be the worker of the order on the command line, and leave without running anything else."""
     order = Order(**json.loads(sys.argv[1]))
-    os.set_inheritable(order.lock, False)
+    fcntl.fcntl(order.lock, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
     code = ExitCode.FAILED
     try:
         host = Host()
@@ -6298,12 +6462,6 @@ class Supervisor:
         return self._attempt(self._admit(self._launch, fresh_reason=reason))
 
 
-def is_paused_by_person(run: Run) -> bool:
-    """Tell whether a person paused a run, or asked for it and its owner went away before."""
-    decided = run.state == RunState.PAUSED and run.reason == Reason.PERSON
-    return decided or run.request == Request.PAUSE
-
-
 class StopCounter:
     """Counts the stops that people and systemd ask for, without signal handlers.
 
@@ -6325,8 +6483,8 @@ class StopCounter:
     def wait(self, seconds: float) -> None:
         """Wait for the next signal, but not longer than so many seconds."""
         taken = signal.sigtimedwait(self._waited_for, seconds)
-        if taken is None or taken.si_signo == signal.SIGCHLD:
-            return
+        if taken is None or taken.si_signo not in self._waited_for - {signal.SIGCHLD}:
+            return  # after SIGCONT Python returns numbers that are no signals
         number, now = signal.Signals(taken.si_signo), self._host.monotonic()
         if self.count == 0:
             self.first, self._first_at = number, now
@@ -6522,6 +6680,91 @@ class StateDirectory:
         return [CheckpointStore(path) for path in sorted((self.path / "checkpoints").glob("*/"))]
 
 
+def stop_run(state: StateDirectory, ledger: Ledger, run: Run, request: Request, who: str) -> bool:
+    """Pause or cancel a run: at once if nobody owns it, else by asking; tell whether it is done."""
+    lock = JobLock(state.lock_path(run.job))
+    if not lock.acquire():
+        ledger.request(run, request, who)
+        return False
+    try:
+        if request == Request.CANCEL:
+            ledger.cancel(run, who, "a person decided so")
+        else:
+            ledger.pause(run, who)
+    finally:
+        lock.release()
+    return True
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What makes the ledger agree with the checkpoints again.
+
+    Attributes:
+        lost: why the ledger must be made anew; empty if it can be kept.
+        adopt: the checkpoints to take over, each with the reason.
+    """
+
+    lost: str
+    adopt: list[tuple[str, Checkpoint]]
+
+
+def find_repair(state: StateDirectory) -> Repair:
+    """Return what has to be repaired, changing nothing."""
+    stores = state.stores()
+    try:
+        with contextlib.closing(state.open_ledger(create=False, write=False)) as ledger:
+            lost = ledger.damage()
+            adopt = [] if lost else [pair for store in stores for pair in repairs(ledger, store)]
+    except PersonNeeded as error:
+        lost = error.what
+    if lost:
+        found = (checkpoint for store in stores for checkpoint in readable_checkpoints(store))
+        adopt = [("the ledger is lost", checkpoint) for checkpoint in found]
+    return Repair(lost, adopt)
+
+
+def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path]:
+    """Copy ledger and checkpoints aside, then let the ledger stand where the checkpoints do.
+
+    Returns:
+        The copies.
+
+    Raises:
+        Busy: one of the jobs runs; nothing was changed.
+    """
+    checkpoints = [checkpoint for _, checkpoint in repair.adopt]
+    jobs = {c.job for c in checkpoints} | {store.folder.name for store in state.stores()}
+    locks = [JobLock(state.lock_path(job)) for job in sorted(jobs)]
+    if not all(lock.acquire() for lock in locks):
+        what = "A job that is to be repaired runs right now."
+        raise Busy(what, unchanged="Nothing was changed.", todo="See: batchrun status")
+    path = state.ledger_path
+    files = [path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm")]
+    stored = [state.store(c.job).path(c.run) for c in checkpoints]
+    aside = set_aside(files + stored, state.path / "aside" / host.now().replace(":", ""))
+    if repair.lost:
+        for file in files:
+            file.unlink(missing_ok=True)
+        create_ledger(path, host, checkpoints[0].ledger if checkpoints else os.urandom(16).hex())
+    adopt_newest(state, checkpoints, host)
+    for lock in locks:
+        lock.release()
+    return aside
+
+
+def adopt_newest(state: StateDirectory, checkpoints: list[Checkpoint], host: Host) -> None:
+    """Let the ledger take over each job's newest checkpoint; older ones are kept aside only."""
+    newest = {c.job: c for c in checkpoints}  # oldest come first: the last of each job
+    with contextlib.closing(open_ledger(state.ledger_path, host, create=False)) as ledger:
+        for checkpoint in checkpoints:
+            if newest[checkpoint.job] is checkpoint:
+                content, digest = checkpoint_bytes(checkpoint)
+                ledger.adopt(checkpoint, content, digest, host.user_name(os.getuid()))
+            else:  # of a run before it, whose ending nobody knows any more
+                state.store(checkpoint.job).remove(checkpoint.run)
+
+
 def command_line_text() -> str:
     """Return the command that is running, as it can be typed again."""
     import shlex  # only in a letter
@@ -6546,63 +6789,111 @@ def duration_text(seconds: float) -> str:
 # Everything here turns rows into words and changes nothing. A summary is one JSON document; its
 # fields are only ever added to. Names carry their units.
 
-BAR_WIDTH = 24
+BAR_WIDTH = 40  # at most; a narrow terminal gets a shorter one, or none
+NOT_SUMMARISED = ("key", "checkpoint", "settings", "hash")
 
 
 def summarise(
-    run: Run, attempts: list[Attempt], rejects: list[tuple[int, str, str]]
+    run: Run, attempts: list[Attempt], rejects: list[tuple[int, str, str]], events: list[Event]
 ) -> dict[str, Any]:
-    """Return a run and its attempts as one JSON document."""
-    hidden = ("key", "checkpoint", "settings", "hash")
-    summary = {name: value for name, value in vars(run).items() if name not in hidden}
-    summary["exit_code"] = attempts[-1].exit_code if attempts else None
-    summary["attempts"] = [summarise_attempt(attempt) for attempt in attempts]
-    summary["rejects"] = [
-        {"number": number, "record": record, "reason": reason} for number, record, reason in rejects
-    ]
-    return summary
+    """Return all that is known of a run as one JSON document."""
+    names = ("number", "record", "reason")
+    return {
+        **{name: value for name, value in vars(run).items() if name not in NOT_SUMMARISED},
+        "exit_code": attempts[-1].exit_code if attempts else None,
+        "attempts": [
+            {**vars(a), "supervisor": vars(a.supervisor), "worker": a.worker and vars(a.worker)}
+            for a in attempts
+        ],
+        "rejects": [dict(zip(names, reject, strict=True)) for reject in rejects],
+        "events": [vars(event) for event in events],
+    }
 
 
-def summarise_attempt(attempt: Attempt) -> dict[str, Any]:
-    """Return an attempt as a JSON object."""
-    summary = {**vars(attempt), "supervisor": vars(attempt.supervisor)}
-    summary["worker"] = vars(attempt.worker) if attempt.worker else None
-    return summary
+def summarise_job(
+    job: str, run: Run | None, standing: Standing, success: Run | None, refused: int
+) -> dict[str, Any]:
+    """Return how a job stands as one JSON document."""
+    return {
+        "job": job,
+        "run": run and run.id,
+        "state": standing.state if run else "never run",
+        "reason": run.reason if run else "",
+        "since": run and run.changed_at,
+        "read": run and run.read,
+        "expected": run and run.expected,
+        "last_success": success and success.ended_at,
+        "refused_since_success": refused,
+        "error": run and run.error,
+        "why": standing.why,
+        "next": standing.todo,
+        "needs_someone": standing.needs_someone,
+    }
+
+
+def render_status(jobs: list[dict[str, Any]], now: str) -> str:
+    """Return a table of jobs as text, and below it what to type for those that are not done."""
+    rows = [["job", "state", "for", "records", "last success", "skipped"]]
+    for job in jobs:
+        success = f"{age_text(job['last_success'], now)} ago" if job["last_success"] else "-"
+        skipped = str(job["refused_since_success"] or "-")
+        times = age_text(job["since"], now), of_all_text(job), success
+        rows.append([job["job"], state_text(job), *times, skipped])
+    todos = [f"to type: {job['next']}" for job in jobs if " report " not in job["next"]]
+    return "\n".join([render_table(rows), *todos])
+
+
+def age_text(at: str | None, now: str) -> str:
+    """Return how long ago a moment was, for people, or `-`."""
+    if not at:
+        return "-"
+    age = datetime.fromisoformat(now) - datetime.fromisoformat(at)
+    return duration_text(max(0.0, age.total_seconds()))
+
+
+def render_one_status(job: dict[str, Any]) -> str:
+    """Return how one job stands: what the table says, why, and the line to type."""
+    since = f" since {moment_text(job['since'])}" if job["since"] else ""
+    lines = [f"{job['job']}: {state_text(job)}{since}"]
+    lines += [f"  run           {job['run']}"] * bool(job["run"])
+    lines += [f"  records       {of_all_text(job)}"] * bool(job["run"])
+    lines.append(f"  last success  {moment_text(job['last_success'])}")
+    lines.append(f"  skipped       {job['refused_since_success']} starts since")
+    lines += [f"  why           {line}" for line in job["why"].splitlines()]
+    return "\n".join([*lines, f"to type: {job['next']}"])
 
 
 def render_report(summary: dict[str, Any]) -> str:
     """Return a run's report as text."""
-    lines = [f"run {summary['id']} of {summary['job']}: {described_state(summary)}"]
-    lines.append(f"  begun     {summary['created_at']}")
-    lines.append(f"  ended     {summary['ended_at'] or '-'}")
+    lines = [f"run {summary['id']} of {summary['job']}: {state_text(summary)}"]
+    lines.append(f"  begun     {moment_text(summary['created_at'])}")
+    lines.append(f"  ended     {moment_text(summary['ended_at'])}")
     lines.append(f"  records   {counts_text(summary)}")
     lines.append(f"  commits   {summary['number']}, of them {summary['batches']} batches")
     lines.append(f"  time      {time_text(summary)}")
-    if summary["error"]:
-        lines.append(f"  error     {summary['error']}")
+    lines += [f"  error     {summary['error']}"] * bool(summary["error"])
     lines.append("attempts")
-    for attempt in summary["attempts"]:
-        lines += render_attempt(attempt)
-    if summary["rejects"]:
-        lines.append("rejected records")
-        for reject in summary["rejects"]:
-            lines.append(f"  commit {reject['number']}  {reject['record']}: {reject['reason']}")
+    lines += [line for attempt in summary["attempts"] for line in render_attempt(attempt)]
+    lines += ["rejected records"] * bool(summary["rejects"])
+    lines += [f"  commit {r['number']}  {r['record']}: {r['reason']}" for r in summary["rejects"]]
+    lines.append("events")
+    for event in summary["events"]:
+        why = f": {event['why']}" if event["why"] else ""
+        lines.append(f"  {event['id']:>5}  {moment_text(event['at'])}  {event['what']}{why}")
     return "\n".join(lines)
 
 
 def render_attempt(attempt: dict[str, Any]) -> list[str]:
-    """Return the lines about one attempt."""
-    ending = attempt["ending"] or "going on, or left by its owner"
-    last = attempt["to_number"]
-    span = f"commits {attempt['from_number'] + 1} to {last}" if last is not None else ""
-    if last == attempt["from_number"]:
-        span = "no commit"
-    rss = attempt["peak_rss_bytes"]
-    peak = f"peak {rss // 1_000_000} MB" if rss else ""
-    details = ", ".join(part for part in (span, peak) if part)
-    lines = [f"  {attempt['generation']}  {attempt['began_at']}  {ending}  {details}".rstrip()]
-    if attempt["error"]:
-        lines += [f"     {line}" for line in attempt["error"].splitlines()]
+    """Return the lines about one attempt: how it ended, its commits, what it released."""
+    first, last = attempt["from_number"] + 1, attempt["to_number"]
+    parts = [attempt["ending"] or "going on, or left by its owner"]
+    if last is not None:
+        parts.append(f"commits {first} to {last}" if last >= first else "no commit")
+    if attempt["peak_rss_bytes"]:
+        parts.append(f"peak {attempt['peak_rss_bytes'] // 1_000_000} MB")
+    began = moment_text(attempt["began_at"])
+    lines = [f"  {attempt['generation']}  {began}  {', '.join(parts)}"]
+    lines += [f"     {line}" for line in (attempt["error"] or "").splitlines()]
     for release in attempt["releases"]:
         failed = f"  FAILED: {release['error']}" if release["error"] else ""
         took_ms = release["elapsed_s"] * 1000
@@ -6610,47 +6901,64 @@ def render_attempt(attempt: dict[str, Any]) -> list[str]:
     return lines
 
 
-def described_state(summary: dict[str, Any]) -> str:
+def state_text(summary: dict[str, Any]) -> str:
     """Return a run's state with its reason."""
     return f"{summary['state']} ({summary['reason']})" if summary["reason"] else summary["state"]
 
 
+def moment_text(at: str | None) -> str:
+    """Return a moment in UTC to the second for people, `2026-01-31 23:59:59Z`, or `-`."""
+    return f"{at[:10]} {at[11:19]}Z" if at else "-"
+
+
+def of_all_text(summary: dict[str, Any]) -> str:
+    """Return how many records were read, and of how many, if that is known."""
+    if summary["read"] is None:
+        return "-"
+    return f"{summary['read']:,}" + (f" of {summary['expected']:,}" if summary["expected"] else "")
+
+
 def counts_text(summary: dict[str, Any]) -> str:
-    """Return what was read, what became of it, and how much was expected."""
-    of_all = f" of {summary['expected']:,}" if summary["expected"] else ""
-    parts = [f"{summary['read']:,} read{of_all}"]
-    parts += [f"{count:,} {name}" for name, count in summary["counts"].items()]
-    return ", ".join([*parts, f"{summary['rejected']:,} rejected"])
+    """Return what was read and what became of it."""
+    counts = [f"{count:,} {name}" for name, count in summary["counts"].items()]
+    return ", ".join([f"{of_all_text(summary)} read", *counts, f"{summary['rejected']:,} rejected"])
 
 
 def time_text(summary: dict[str, Any]) -> str:
     """Return where the time went, and batchrun's own share of it."""
     read_s, work_s, own_s = summary["read_s"], summary["work_s"], summary["own_s"]
-    useful_s = read_s + work_s
-    share = f" ({100 * own_s / useful_s:.1f} % of that)" if useful_s else ""
+    share = f" ({100 * own_s / (read_s + work_s):.1f} % of that)" if read_s + work_s else ""
     return f"{read_s:.2f} s reading, {work_s:.2f} s the job's work, {own_s:.2f} s batchrun{share}"
 
 
-def progress_line(run: Run, read_before: int, elapsed_s: float) -> str:
-    """Return one line for a terminal: bar, records, rate, and the time that is left."""
-    rate = (run.read - read_before) / elapsed_s if elapsed_s > 0 else 0.0
-    rates = f"  {rate:,.0f}/s" if rate else ""
+def progress_line(run: Run, rate: float, columns: int) -> str:
+    """Return one line that fits a terminal: bar, records, rate a second, the time that is left."""
+    words = progress_text(run, rate)
+    width = min(BAR_WIDTH, columns - len(f"{run.job} [] {words}"))
+    if width < 8 or not run.expected:
+        return f"{run.job} {words}"[:columns]
+    done = "#" * (width * min(run.read, run.expected) // run.expected)
+    return f"{run.job} [{done:-<{width}}] {words}"
+
+
+def progress_text(run: Run, rate: float) -> str:
+    """Return how far a run is in words, of the same width from beginning to end."""
+    speed = f"{rate:>9,.0f}/s" if rate else " " * 11
     if not run.expected:
-        return f"{run.job}  {run.read:,} records{rates}"
-    done = min(1.0, run.read / run.expected)
-    bar = "#" * int(done * BAR_WIDTH)
-    left = f"  {duration_text((run.expected - run.read) / rate)} left" if rate and done < 1 else ""
-    of_all = f"{run.read:,} of {run.expected:,}"
-    return f"{run.job} [{bar:-<{BAR_WIDTH}}] {done:4.0%}  {of_all}{rates}{left}"
+        return f"{run.read:>12,} records {speed}"
+    left_s = max(0, run.expected - run.read) / rate if rate else 0
+    left = f"{duration_text(left_s):>6} left" if left_s else " " * 11
+    share = min(1.0, run.read / run.expected)
+    return (
+        f"{share:4.0%}  {run.read:>{len(f'{run.expected:,}')},} of {run.expected:,} {speed} {left}"
+    )
 
 
 def render_table(rows: list[list[str]]) -> str:
     """Return rows of text as columns; the first row is the heading."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    cells = ([f"{c:<{w}}" for c, w in zip(row, widths, strict=True)] for row in rows)
+    return "\n".join("  ".join(row).rstrip() for row in cells)
 
 
 # ======================================================================================
@@ -6661,160 +6969,183 @@ def render_table(rows: list[list[str]]) -> str:
 # or -v, plain lines; everything else (cron, pipes) nothing on success and one letter otherwise.
 # Output that cannot be written never stops a run.
 #
-# click is loaded only when a command line is parsed, never in a worker: `command` keeps what a
-# command is made of, and `main` builds it.
+# click takes 40 ms to load and a worker parses nothing: `command` only keeps what a command is
+# made of, and `build_command_line` makes click's objects of it.
 
-COMMANDS: list[tuple[str, str, Callable[..., ExitCode], list[tuple[Any, ...]], list[ExitCode]]] = []
 GROUPS = ("Every day", "Deploy", "Answer and mend", "Set up")
-RUN_EXITS = [
-    ExitCode.DONE,
-    ExitCode.DONE_WITH_REJECTS,
-    ExitCode.FAILED,
-    ExitCode.BUSY,
-    ExitCode.MAINTENANCE,
-    ExitCode.PERSON_NEEDED,
-    ExitCode.LOST_OWNERSHIP,
-    ExitCode.STOPPED,
-    ExitCode.INTERRUPTED,
-]
+PLAIN_LINE_EVERY_S = 60.0
 
 
-def argument(name: str, **more: Any) -> tuple[Any, ...]:
-    """Declare an argument of a command, for click."""
-    return ("argument", (name,), more)
+class CommandParts(NamedTuple):
+    """What a command is made of."""
+
+    group: str
+    name: str
+    function: Callable[..., ExitCode]
+    parameters: Sequence[tuple[Sequence[str], dict[str, Any]]]
+    exits: list[ExitCode]
 
 
-def option(*names: str, **more: Any) -> tuple[Any, ...]:
-    """Declare an option of a command, for click."""
-    return ("option", names, more)
+COMMANDS: list[CommandParts] = []
 
 
-def command(group: str, *parameters: tuple[Any, ...], exits: list[ExitCode]) -> Callable[..., Any]:
-    """Declare a command: its group in --help, its parameters, its exit codes beyond 2 and 5."""
+def word(*names: str, **more: Any) -> tuple[Sequence[str], dict[str, Any]]:
+    """Declare an argument ("run") or an option ("--all") of a command, for click."""
+    return names, more
+
+
+GLOBAL = (
+    word("--config", metavar="PATH", help="Default: BATCHRUN_CONFIG, else ./batchrun.toml."),
+    word("--json", "as_json", is_flag=True, help="Write results as JSON."),
+    word("-q", "--quiet", is_flag=True, help="Write nothing but results and errors."),
+    word("-v", "--verbose", is_flag=True, help="Write plain lines about what happens."),
+)
+RUNNING = (
+    word("--accept-source", is_flag=True, help="Go on although the source changed."),
+    word("--accept-settings", is_flag=True, help="Go on although settings changed."),
+    word("--batches", type=int, metavar="N", help="Stop after N batches (exit 75)."),
+    word("--in-process", is_flag=True, help="Run the job in this interpreter, to debug it."),
+)
+RUN_EXITS = [code for code in ExitCode if code != ExitCode.FINDINGS]
+
+
+def command(group: str, *parameters: Any, exits: Iterable[ExitCode] = ()) -> Callable[..., Any]:
+    """Declare a command: its group in --help, its parameters, its exit codes beyond 0, 2 and 5."""
+    always = (ExitCode.DONE, ExitCode.USAGE, ExitCode.STATE_DIRECTORY)
 
     def declare(function: Callable[..., ExitCode]) -> Callable[..., ExitCode]:
         name = function.__name__.removesuffix("_command")
-        every = sorted({*exits, ExitCode.USAGE, ExitCode.STATE_DIRECTORY})
-        COMMANDS.append((group, name, function, list(parameters), every))
+        COMMANDS.append(CommandParts(group, name, function, parameters, sorted({*always, *exits})))
         return function
 
     return declare
 
 
-class Console:
-    """Where a command's words go; a Watcher of supervisors."""
+# -- where words go ------------------------------------------------------------------------------
 
-    def __init__(
-        self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False
-    ) -> None:
-        self.as_json, self.quiet = as_json, quiet
-        self.live = sys.stderr is not None and sys.stderr.isatty() and not (quiet or as_json)
-        self.plain = (verbose or is_journal()) and not quiet
-        self._drawn = ""
-        self._first: tuple[float, int] | None = None
-        self._shown = 0
+
+class Console:
+    """Where a command's words go; a Watcher of supervisors.
+
+    Attributes:
+        as_json: results are JSON, and what happens is JSON lines.
+        quiet: only results and letters.
+        verbose: plain lines about what happens, also on a terminal.
+        tells: say in words what happens, whoever reads it; without progress.
+        config: the path given by --config or BATCHRUN_CONFIG, else nothing.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.as_json = self.quiet = self.verbose = self.tells = False
+        self.config = ""
+        self._host = host
+        self._drawn = False  # whether a live line is there now
+        self._began: tuple[float, int] | None = None  # when progress was first shown, and records
+        self._written = (0, 0.0)  # the tenth of the last plain line, and when
+
+    @property
+    def plain(self) -> bool:
+        """Whether what happens is written as plain lines."""
+        return not self.quiet and (self.verbose or self._host.is_journal())
+
+    @property
+    def live(self) -> bool:
+        """Whether progress is one line, drawn again and again."""
+        written = self.quiet or self.as_json or self.plain
+        return not written and self._host.terminal_columns() > 0
 
     def result(self, text: str, document: Any) -> None:
         """Write a command's result: text, or with --json one document."""
-        write_line(1, json.dumps(document, default=str) if self.as_json else text)
+        shown = json.dumps(document, default=str) if self.as_json else self.typed(text)
+        write_line(1, mask_secrets(shown))
 
-    def say(self, text: str, *, always: bool = False) -> None:
+    def say(self, text: str) -> None:
         """Show one line about what happens."""
         if self.as_json:
             write_line(1, json.dumps({"type": "said", "text": text}))
-        elif self.live or self.plain or (always and not self.quiet):
-            self._erase()
-            write_line(2, text)
+        elif self.tells or self.live or self.plain:
+            self._draw("")
+            write_line(2, self.typed(text))
 
     def progress(self, run: Run) -> None:
-        """Draw the live line anew, or write a plain one every ten percent."""
-        if self._first is None:
-            self._first = (time.monotonic(), run.read)
-        began, read_before = self._first
-        line = progress_line(run, read_before, time.monotonic() - began)
+        """Draw the live line anew, or write a line now and then: each tenth, and each minute."""
+        now = self._host.monotonic()
+        self._began = self._began or (now, run.read)
+        began, read_before = self._began
+        rate = (run.read - read_before) / (now - began) if now > began else 0.0
         if self.live:
-            line = line[: shutil_columns() - 1]
-            with contextlib.suppress(OSError):
-                write_all(2, f"\r{line:<{len(self._drawn)}}".encode())
-            self._drawn = line
-        elif self.plain or self.as_json:
-            self._step(run, line)
-
-    def _step(self, run: Run, line: str) -> None:
-        tenth = 10 * run.read // run.expected if run.expected else run.read // 1_000_000
-        if tenth > self._shown:
-            self._shown = tenth
-            document = {
-                "type": "progress",
-                "run": run.id,
-                "read": run.read,
-                "expected": run.expected,
-            }
-            write_line(1 if self.as_json else 2, json.dumps(document) if self.as_json else line)
-
-    def _erase(self) -> None:
-        if self._drawn:
-            with contextlib.suppress(OSError):
-                write_all(2, f"\r{'':<{len(self._drawn)}}\r".encode())
-            self._drawn = ""
-
-    def end_line(self) -> None:
-        """Leave the live line as it is and begin a new one."""
-        if self._drawn:
-            write_line(2, "")
-            self._drawn = ""
+            self._draw(progress_line(run, rate, self._host.terminal_columns() - 3))
+            return
+        tenth = 10 * run.read // run.expected if run.expected else 0
+        if tenth > self._written[0] or now > max(began, self._written[1]) + PLAIN_LINE_EVERY_S:
+            self._written = (tenth, now)
+            if self.as_json:
+                document = {"type": "progress", "run": run.id, "read": run.read}
+                document |= {"expected": run.expected, "records_per_s": round(rate, 1)}
+                write_line(1, json.dumps(document))
+            elif self.plain:
+                write_line(2, f"{run.job} {progress_text(run, rate)}".rstrip())
 
     def letter(self, text: str, code: int) -> None:
         """Write an error; with --json the last line of stderr is an object."""
-        self.end_line()
-        text = mask_secrets(text)
+        self._draw("")
+        text = mask_secrets(self.typed(text))
         if self.as_json:
             text = json.dumps({"type": "error", "exit_code": int(code), "text": text})
         write_line(2, text)
 
+    def typed(self, text: str) -> str:
+        """Return text whose lines to type can be typed anywhere: with --config, if it was given."""
+        if not self.config:
+            return text
+        import re
+        import shlex
 
-def is_journal() -> bool:
-    """Tell whether our stderr is the systemd journal."""
-    try:
-        device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
-        found = os.fstat(2)
-        return (int(device), int(inode)) == (found.st_dev, found.st_ino)
-    except (ValueError, OSError):
-        return False
+        names = "|".join(parts.name for parts in COMMANDS)
+        here = f"batchrun --config {shlex.quote(self.config)} "
+        return re.sub(rf"\bbatchrun (?=(?:{names})\b)", lambda _: here, text)
+
+    def _draw(self, line: str) -> None:
+        """Put a live line in place of the one that is there; an empty one takes it away."""
+        if line or self._drawn:
+            with contextlib.suppress(OSError):
+                write_all(2, f"\r\x1b[K{line}".encode(errors="replace"))
+            self._drawn = bool(line)
 
 
-def shutil_columns() -> int:
-    """Return the width of the terminal."""
-    try:
-        return os.get_terminal_size(2).columns
-    except OSError:
-        return 80
+# -- what every command starts from --------------------------------------------------------------
 
 
-@dataclass
 class App:
-    """What every command starts from: the configuration, the machine, and where words go."""
+    """What every command starts from: the machine, the configuration, and where words go."""
 
-    config_path: Path
-    console: Console
-    host: Host = field(default_factory=Host)
+    def __init__(self) -> None:
+        self.host = Host()
+        self.console = Console(self.host)
+        self.who = self.host.user_name(os.getuid())
+
+    def take(self, config: str | None, **ways: bool) -> None:
+        """Keep the global options, given before the command or after it."""
+        self.console.config = str(Path(config).absolute()) if config else self.console.config
+        for name, is_on in ways.items():
+            setattr(self.console, name, getattr(self.console, name) or is_on)
 
     @functools.cached_property
     def config(self) -> Config:
         """Return the configuration; read on first use."""
-        config = load_config(self.config_path)
-        check_trusted(config.path, what="the configuration")
-        return config
+        return load_config(Path(self.console.config or "batchrun.toml").absolute())
 
     @functools.cached_property
     def state(self) -> StateDirectory:
         """Return the state directory that the configuration names."""
         return StateDirectory(self.config, self.host)
 
-    def ledger(self, *, write: bool) -> Ledger:
+    def ledger(self, *, write: bool) -> contextlib.closing[Ledger]:
         """Open the ledger that is there; never makes one."""
+        if write:
+            check_trusted(self.config.path, what="the configuration")
         self.state.require_fit(create=False, write=write)
-        return self.state.open_ledger(create=False, write=write)
+        return contextlib.closing(self.state.open_ledger(create=False, write=write))
 
     def find_run(self, ledger: Ledger, name: str) -> Run:
         """Return the run that is meant: a job's unfinished or latest one, or an id's beginning.
@@ -6825,53 +7156,97 @@ class App:
         if name in self.config.jobs:
             run = ledger.unfinished(name) or ledger.latest(name)
             if run is None:
-                message = f"The job {name} has never run."
-                raise NotFound(message, todo=f"Type: batchrun run {name}")
+                raise NotFound(f"The job {name} has never run.", todo=f"Type: batchrun run {name}")
             return run
         found = ledger.runs_like(name)
-        if len(found) != 1:
-            count = "no run" if not found else f"{len(found)} or more runs"
-            message = f"There is {count} whose id begins with {name!r}, and no job of that name."
-            raise NotFound(message, todo="See: batchrun status")
-        return found[0]
+        if len(found) == 1:
+            return found[0]
+        count = f"There are {len(found)} runs" if found else "There is no run"
+        what = f"{count} whose id begins with {name!r}, and no job of that name."
+        raise NotFound(what, todo="See: batchrun status")
 
     def supervise(self, launch: Launch) -> ExitCode:
-        """Run a job to its end and write the letter if there is one."""
-        started = time.monotonic()
-        supervisor = Supervisor(self.config, launch, self.host, self.console)
-        outcome = supervisor.run()
-        run = outcome.run
+        """Run a job to its end, and write how it ended."""
+        check_trusted(self.config.path, what="the configuration")
+        warning = self.state.warning()
+        if warning and (self.console.live or self.console.plain):
+            self.console.say(warning)
+        began = self.host.monotonic()
+        outcome = Supervisor(self.config, launch, self.host, self.console).run()
         if outcome.letter:
             self.console.letter(outcome.letter, outcome.exit_code)
-        elif run is not None:
-            self.console.end_line()
-            took = duration_text(time.monotonic() - started)
-            state = described_state(vars(run))
-            counts = counts_text(vars(run))
-            self.console.say(f"{run.job}: run {run.id} {state} after {took}: {counts}")
-            if run.state == RunState.PAUSED:
-                self.console.say(f"to go on: batchrun resume {run.id}")
-        if self.console.as_json and run is not None:
-            document = {"type": "result", "exit_code": int(outcome.exit_code), "run": run.id}
-            write_line(1, json.dumps({**document, "state": run.state, "read": run.read}))
+        if outcome.run is None:
+            return outcome.exit_code
+        run = summarise(outcome.run, [], [], [])
+        self.console.tells = False
+        if not outcome.letter and not self.console.as_json:
+            took = duration_text(self.host.monotonic() - began)
+            text = f"{run['job']}: run {run['id']} {state_text(run)} after {took}"
+            todo = f"\nto go on: batchrun resume {run['id']}" * (not outcome.run.finished)
+            self.console.say(f"{text}: {counts_text(run)}{todo}")
+        if self.console.as_json:
+            document = {"type": "result", "exit_code": int(outcome.exit_code), "run": run["id"]}
+            names = ("job", "state", "reason", "read", "rejected", "counts")
+            write_line(1, json.dumps({**document, **{name: run[name] for name in names}}))
         return outcome.exit_code
 
 
-SET = option(
-    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting for this run."
+# -- every day -----------------------------------------------------------------------------------
+
+
+@command(
+    "Every day",
+    word("job"),
+    word("--fresh", is_flag=True, help="Cancel an unfinished run first, and begin at record 1."),
+    word("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting, for this run."),
+    *RUNNING,
+    exits=RUN_EXITS,
 )
-ACCEPT_SOURCE = option("--accept-source", is_flag=True, help="Go on although the source changed.")
-ACCEPT_SETTINGS = option("--accept-settings", is_flag=True, help="Go on although settings changed.")
-BATCHES = option("--batches", type=int, metavar="N", help="Stop after N batches (exit 75).")
-IN_PROCESS = option("--in-process", is_flag=True, help="Run the job in this interpreter, to debug.")
+def run_command(app: App, *, job: str, **asked: Any) -> ExitCode:
+    """Run a job, or go on with its unfinished run."""
+    app.host.notify_systemd("READY=1")  # before any wait, and also if the start is refused
+    return app.supervise(launch_of(job, **asked))
+
+
+@command(
+    "Every day",
+    word("run", required=False),
+    word("--all", "everything", is_flag=True, help="The tick: go on with all that is due."),
+    *RUNNING,
+    exits=RUN_EXITS,
+)
+def resume_command(app: App, *, run: str | None, everything: bool, **asked: Any) -> ExitCode:
+    """Go on with an unfinished run; without RUN, the only one."""
+    app.host.notify_systemd("READY=1")
+    if everything:
+        return tick(app)
+    with app.ledger(write=True) as ledger:
+        found = app.find_run(ledger, run) if run else only_unfinished(ledger)
+    if found.finished:
+        app.console.result(*already(found))
+        return ExitCode.DONE
+    app.console.tells = not app.console.quiet
+    return app.supervise(launch_of(found.job, only_resume=True, by_person=True, **asked))
+
+
+def launch_of(
+    job: str,
+    *,
+    settings: tuple[str, ...] = (),
+    accept_source: bool,
+    accept_settings: bool,
+    **asked: Any,
+) -> Launch:
+    """Return what the options of `run` and `resume` ask for."""
+    if asked["batches"] is not None and asked["batches"] < 1:
+        raise ConfigurationError("--batches is less than 1.", todo="Write: --batches 3")
+    accepted = ("source",) * accept_source + ("settings",) * accept_settings
+    overrides = parse_overrides(settings)
+    return Launch(job, overrides=overrides, acceptances=accepted, **asked)
 
 
 def parse_overrides(pairs: tuple[str, ...]) -> dict[str, str]:
-    """Return `--set NAME=VALUE` options as a dict.
-
-    Raises:
-        ConfigurationError: no `=`, or something secret, which must not stand on a command line.
-    """
+    """Return `--set NAME=VALUE` options as a dict; refuse what must not stand on a command line."""
     overrides = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -6888,117 +7263,21 @@ def parse_overrides(pairs: tuple[str, ...]) -> dict[str, str]:
     return overrides
 
 
-def accepted(*, source: bool, settings: bool) -> tuple[str, ...]:
-    """Return what a person accepted as changed."""
-    return ("source",) * source + ("settings",) * settings
+def already(run: Run) -> tuple[str, dict[str, Any]]:
+    """Return that a run is finished, as text and as a document."""
+    text = f"run {run.id} of {run.job} has {run.state} already"
+    return text.replace("has cancelled", "was cancelled"), {"run": run.id, "state": run.state}
 
 
-@command(
-    "Every day",
-    argument("job"),
-    option("--fresh", is_flag=True, help="Cancel an unfinished run first, and begin at record 1."),
-    SET,
-    ACCEPT_SOURCE,
-    ACCEPT_SETTINGS,
-    BATCHES,
-    IN_PROCESS,
-    exits=[*RUN_EXITS, ExitCode.NOT_FOUND],
-)
-def run_command(
-    app: App,
-    *,
-    job: str,
-    fresh: bool,
-    settings: tuple[str, ...],
-    accept_source: bool,
-    accept_settings: bool,
-    batches: int | None,
-    in_process: bool,
-) -> ExitCode:
-    """Run a job, or go on with its unfinished run."""
-    launch = Launch(
-        job,
-        fresh=fresh,
-        overrides=parse_overrides(settings),
-        acceptances=accepted(source=accept_source, settings=accept_settings),
-        batches=batches,
-        in_process=in_process,
-    )
-    return app.supervise(launch)
-
-
-@command(
-    "Every day",
-    argument("run", required=False),
-    option("--all", "everything", is_flag=True, help="The tick: go on with all that is due."),
-    ACCEPT_SOURCE,
-    ACCEPT_SETTINGS,
-    BATCHES,
-    IN_PROCESS,
-    exits=[*RUN_EXITS, ExitCode.NOT_FOUND],
-)
-def resume_command(
-    app: App,
-    *,
-    run: str | None,
-    everything: bool,
-    accept_source: bool,
-    accept_settings: bool,
-    batches: int | None,
-    in_process: bool,
-) -> ExitCode:
-    """Go on with an unfinished run (RUN, or a job's name; alone: the only one there is)."""
-    if everything:
-        return resume_all(app)
-    ledger = app.ledger(write=True)
+def tick(app: App) -> ExitCode:
+    """Go on with every run that is due, one after another; 0 if none was, else the worst end."""
     try:
-        found = app.find_run(ledger, run) if run else only_unfinished(ledger)
-    finally:
-        ledger.close()
-    if found.finished:
-        app.console.result(f"run {found.id} of {found.job} has {found.state} already", vars(found))
-        return ExitCode.DONE
-    acceptances = accepted(source=accept_source, settings=accept_settings)
-    app.console.plain = not app.console.quiet
-    return app.supervise(
-        Launch(
-            found.job,
-            only_resume=True,
-            by_person=True,
-            acceptances=acceptances,
-            batches=batches,
-            in_process=in_process,
-        )
-    )
-
-
-def only_unfinished(ledger: Ledger) -> Run:
-    """Return the one unfinished run.
-
-    Raises:
-        NotFound: there is none.
-        ConfigurationError: there are several; they are listed.
-    """
-    found = ledger.all_unfinished()
-    if not found:
-        raise NotFound("There is no unfinished run.", todo="To begin one: batchrun run JOB")
-    if len(found) > 1:
-        names = "\n".join(f"  batchrun resume {run.id}   ({run.job})" for run in found)
-        raise ConfigurationError(
-            f"{len(found)} runs are unfinished.", todo=f"Type one of:\n{names}"
-        )
-    return found[0]
-
-
-def resume_all(app: App) -> ExitCode:
-    """Go on with every run that is due, one after another; 0 if none was."""
-    try:
-        ledger = app.ledger(write=True)
+        with app.ledger(write=True) as ledger:
+            unfinished = ledger.all_unfinished()
+            known = [run for run in unfinished if run.job in app.config.jobs]
+            due = [run for run in known if standing(ledger, run, app.host).is_due]
     except NotFound:
         return ExitCode.DONE
-    unfinished = [run for run in ledger.all_unfinished() if run.job in app.config.jobs]
-    due = [run for run in unfinished if is_due(ledger, run, app.host)]
-    ledger.close()
     worst = ExitCode.DONE
     for run in due:
         try:
@@ -7010,155 +7289,84 @@ def resume_all(app: App) -> ExitCode:
             app.console.letter(str(error), error.exit_code)
             code = error.exit_code
         worst = max(worst, code)
+        if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
+            break  # whoever stops this run, stops the tick; the next one goes on
     return worst
 
 
-def is_due(ledger: Ledger, run: Run, host: Host) -> bool:
-    """Tell whether the tick goes on with a run: nobody decided against it, nobody owns it."""
-    if is_paused_by_person(run):
-        return False
-    if run.state in OWNED:
-        attempt = ledger.last_attempt(run)
-        return attempt is None or not host.is_alive(attempt.supervisor)
-    return run.state in (RunState.WAITING, RunState.INTERRUPTED, RunState.PAUSED)
-
-
-@command(
-    "Every day",
-    argument("name", required=False),
-    exits=[ExitCode.DONE, ExitCode.FINDINGS, ExitCode.NOT_FOUND],
-)
+@command("Every day", word("name", required=False), exits=(ExitCode.FINDINGS, ExitCode.NOT_FOUND))
 def status_command(app: App, *, name: str | None) -> ExitCode:
-    """Show all jobs, or one job or run: state, records, and what to type next."""
-    ledger = app.ledger(write=False)
-    names = [name] if name else list(app.config.jobs)
-    rows = [["job", "state", "since", "records", "last success", "next"]]
-    documents = []
-    for each in names:
-        run = app.find_run(ledger, each) if name else ledger.unfinished(each) or ledger.latest(each)
-        job = run.job if run else each
-        document = job_status(ledger, run, job, app.host)
-        documents.append(document)
-        columns = ("job", "state", "since", "records", "last_success", "next")
-        rows.append([str(document[column] or "-") for column in columns])
+    """Show how jobs stand, why, and what to type next."""
+    jobs = []
+    with app.ledger(write=False) as ledger:
+        for each in [name] if name else app.config.jobs:
+            run = ledger.unfinished(each) or ledger.latest(each)
+            if each not in app.config.jobs:
+                run = app.find_run(ledger, each)
+            job = run.job if run else each
+            stands = standing(ledger, run, app.host) if run else never_run(job)
+            refused = ledger.refused_since_success(job)
+            jobs.append(summarise_job(job, run, stands, ledger.last_success(job), refused))
     barrier = Maintenance(app.config.state / "maintenance.lock").find()
-    text = render_table(rows)
-    if name and documents[0]["error"]:
-        text += f"\n{documents[0]['error']}"
-    if barrier:
-        text += f"\nmaintenance is on since {barrier.since} {barrier.reason}".rstrip()
-    app.console.result(text, {"jobs": documents, "maintenance": barrier and vars(barrier)})
-    needs = any(document["needs_someone"] for document in documents)
-    return ExitCode.FINDINGS if needs else ExitCode.DONE
+    text = render_one_status(jobs[0]) if name else render_status(jobs, app.host.now())
+    said = [f"maintenance is on since {barrier.since} {barrier.reason}".rstrip()] if barrier else []
+    said += [warning] if (warning := app.state.warning()) else []
+    for each_job in jobs:
+        each_job["next"] = app.console.typed(each_job["next"])
+    document = {"jobs": jobs, "maintenance": barrier and vars(barrier), "warning": warning}
+    app.console.result("\n".join([*said, text]), document)
+    needs_someone = any(each_job["needs_someone"] for each_job in jobs)
+    return ExitCode.FINDINGS if needs_someone else ExitCode.DONE
 
 
-def job_status(ledger: Ledger, run: Run | None, job: str, host: Host) -> dict[str, Any]:
-    """Return how a job stands, and the line to type next."""
-    success = ledger.last_success(job)
-    status: dict[str, Any] = {
-        "job": job,
-        "run": run and run.id,
-        "state": "never run",
-        "since": None,
-        "records": None,
-        "last_success": success and success.ended_at,
-        "refused_since_success": ledger.refused_since_success(job),
-        "error": None,
-        "next": f"batchrun run {job}",
-        "needs_someone": False,
-    }
-    if run is None:
-        return status
-    state, _, following = seen_state(ledger, run, host).partition(";")
-    status.update(
-        state=state,
-        since=run.changed_at,
-        records=f"{run.read:,}" + (f" of {run.expected:,}" if run.expected else ""),
-        error=run.error,
-        next=following.format(run=run.id, job=job),
-        needs_someone=run.state in (RunState.FAILED, RunState.AWAITING)
-        or (run.state == RunState.PAUSED and run.reason == Reason.PERSON),
-    )
-    return status
-
-
-def seen_state(ledger: Ledger, run: Run, host: Host) -> str:
-    """Return a run's state as it is in truth, and what to type: a dead owner is seen here."""
-    if run.finished:
-        return f"{run.state};"
-    if run.state not in (RunState.RESERVED, RunState.RUNNING):
-        return f"{described_state(vars(run))};batchrun resume {{run}}"
-    attempt = ledger.last_attempt(run)
-    owners = [p for p in (attempt.supervisor, attempt.worker) if p] if attempt else []
-    alive = [process for process in owners if host.is_alive(process)]
-    if not alive:
-        return "interrupted;batchrun resume {run}"
-    if any(host.is_stopped(process) for process in alive):
-        return f"{run.state}, but its process is stopped;kill -CONT {alive[0].pid}"
-    return f"{run.state};batchrun pause {{run}}"
-
-
-@command("Every day", argument("run"), exits=[ExitCode.DONE, ExitCode.NOT_FOUND])
+@command("Every day", word("run"), exits=[ExitCode.NOT_FOUND])
 def report_command(app: App, *, run: str) -> ExitCode:
-    """Tell what happened in a run: counts, attempts and how each ended, releases, rejects."""
-    ledger = app.ledger(write=False)
-    found = app.find_run(ledger, run)
-    summary = summarise(found, ledger.attempts(found), ledger.rejects(found))
-    summary["events"] = [vars(event) for event in ledger.events(found)]
-    text = render_report(summary)
-    text += "\nevents\n" + "\n".join(
-        f"  {event.id:>5}  {event.at}  {event.what}: {event.why}" for event in ledger.events(found)
-    )
-    app.console.result(text, summary)
+    """Tell what happened in a run, attempt by attempt."""
+    with app.ledger(write=False) as ledger:
+        found = app.find_run(ledger, run)
+        rows = ledger.attempts(found), ledger.rejects(found), ledger.events(found)
+    summary = summarise(found, *rows)
+    app.console.result(render_report(summary), summary)
     return ExitCode.DONE
 
 
-PERSON_EXITS = [ExitCode.DONE, ExitCode.NOT_FOUND, ExitCode.BUSY]
+# -- deploy, answer and mend ---------------------------------------------------------------------
 
 
-@command("Deploy", argument("run"), exits=PERSON_EXITS)
+@command("Deploy", word("run"), exits=[ExitCode.NOT_FOUND])
 def pause_command(app: App, *, run: str) -> ExitCode:
-    """Pause a run at its next safe point; only `resume RUN` goes on."""
-    return ask(app, run, Request.PAUSE)
+    """Pause a run at its next safe point, until `resume RUN`."""
+    return stop_command(app, run, Request.PAUSE, "paused")
 
 
-@command("Deploy", argument("run"), exits=PERSON_EXITS)
+@command("Deploy", word("run"), exits=[ExitCode.NOT_FOUND])
 def cancel_command(app: App, *, run: str) -> ExitCode:
     """Cancel a run at its next safe point, for good."""
-    return ask(app, run, Request.CANCEL)
+    return stop_command(app, run, Request.CANCEL, "cancelled")
 
 
-def ask(app: App, name: str, request: Request) -> ExitCode:
-    """Ask a live run to stop, or decide at once about a run that nobody owns."""
-    ledger = app.ledger(write=True)
-    run = app.find_run(ledger, name)
-    if run.finished:
-        app.console.result(f"run {run.id} of {run.job} has {run.state} already", vars(run))
-        return ExitCode.DONE
-    lock = JobLock(app.state.lock_path(run.job))
-    who = app.host.user_name(os.getuid())
-    if lock.acquire():
-        if request == Request.CANCEL:
-            ledger.cancel(run, who, "a person decided so")
-        else:
-            ledger.pause(run, who)
-        lock.release()
-        app.console.result(f"run {run.id} of {run.job}: {request} done", {"run": run.id})
-    else:
-        ledger.request(run, request, who)
-        text = f"run {run.id} of {run.job}: {request} asked for, at its next safe point"
-        app.console.result(text, {"run": run.id, "request": request})
+def stop_command(app: App, name: str, request: Request, done: str) -> ExitCode:
+    """Pause or cancel a run, and say which of both happened: it is done, or it is asked for."""
+    with app.ledger(write=True) as ledger:
+        run = app.find_run(ledger, name)
+        if run.finished:
+            app.console.result(*already(run))
+            return ExitCode.DONE
+        is_done = stop_run(app.state, ledger, run, request, app.who)
+    how = f"is {done}" if is_done else f"will be {done} at its next safe point"
+    document = {"run": run.id, "request": request, "done": is_done}
+    app.console.result(f"run {run.id} of {run.job} {how}", document)
     return ExitCode.DONE
 
 
-@command("Answer and mend", exits=[ExitCode.DONE, ExitCode.FINDINGS, ExitCode.PERSON_NEEDED])
+@command("Answer and mend", exits=[ExitCode.FINDINGS, ExitCode.PERSON_NEEDED])
 def check_command(app: App) -> ExitCode:
     """Compare ledger and checkpoints; changes nothing."""
-    ledger = app.ledger(write=False)
-    findings = check(ledger, app.state.store, app.config.jobs)
-    for store in app.state.stores():
-        require_witnesses_known(ledger, store)
-    lines = [f"{f.what}\n  {f.why}\n  to type: {f.todo}" for f in findings]
+    with app.ledger(write=False) as ledger:
+        findings = check(ledger, app.state.store, app.config.jobs)
+        for store in app.state.stores():
+            require_witnesses_known(ledger, store)
+    lines = [f"{f.what}\n  {f.why}\n  to type: {f.todo or 'batchrun repair'}" for f in findings]
     text = "\n".join(lines) or "ledger and checkpoints agree"
     app.console.result(text, {"findings": [vars(finding) for finding in findings]})
     return ExitCode.FINDINGS if findings else ExitCode.DONE
@@ -7166,104 +7374,62 @@ def check_command(app: App) -> ExitCode:
 
 @command(
     "Answer and mend",
-    option("--apply", is_flag=True, help="Do it; without, only show what would be done."),
-    exits=[ExitCode.DONE, ExitCode.FINDINGS, ExitCode.BUSY],
+    word("run", required=False),
+    word("--apply", is_flag=True, help="Do it; without, only show what would be done."),
+    exits=[ExitCode.FINDINGS, ExitCode.BUSY],
 )
-def repair_command(app: App, *, apply: bool) -> ExitCode:
-    """Make a ledger that lost rows agree with the checkpoints, after copying both aside."""
+def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
+    """Make the ledger agree with the checkpoints (copied aside)."""
     app.state.require_fit(create=False)
-    held = repair_ledger(app, apply=apply)
-    if not held:
-        app.console.result("nothing to repair", {"repairs": []})
-        return ExitCode.DONE
-    lines = [f"run {c.run} of {c.job}: {why}; adopt its commit {c.number}" for why, c in held]
-    lines.append("done" if apply else "to do it: batchrun repair --apply")
-    documents = [{"run": c.run, "job": c.job, "number": c.number, "why": why} for why, c in held]
-    app.console.result("\n".join(lines), {"repairs": documents, "applied": apply})
-    return ExitCode.DONE if apply else ExitCode.FINDINGS
+    repair = find_repair(app.state)
+    adopt = [(why, c) for why, c in repair.adopt if repair.lost or c.run.startswith(run or "")]
+    repair = Repair(repair.lost, adopt)
+    lines = [f"the ledger is made anew: {repair.lost}"] * bool(repair.lost)
+    lines += [f"run {c.run} of {c.job}: {why}; adopt its commit {c.number}" for why, c in adopt]
+    documents = [{"run": c.run, "job": c.job, "number": c.number, "why": why} for why, c in adopt]
+    aside: list[Path] = []
+    if apply and lines:
+        check_trusted(app.config.path, what="the configuration")
+        aside = apply_repair(app.state, repair, app.host)
+        lines.append(f"done; copied aside before: {', '.join(map(str, aside))}")
+    todo = "to do it: " + " ".join(["batchrun repair", *([run] if run else []), "--apply"])
+    lines += [todo] * (bool(lines) and not apply)
+    document = {"lost": repair.lost, "repairs": documents, "applied": apply, "aside": aside}
+    app.console.result("\n".join(lines) or "nothing to repair", document)
+    return ExitCode.FINDINGS if lines and not apply else ExitCode.DONE
 
 
-def repair_ledger(app: App, *, apply: bool) -> list[tuple[str, Checkpoint]]:
-    """Return what is, or would be, adopted; with `apply` under the locks of the jobs concerned."""
-    stores = app.state.stores()
-    unusable = unusable_ledger(app)
-    if unusable:
-        found = [c for store in stores for c in readable_checkpoints(store)]
-        held = [(f"the ledger is lost: {unusable}", c) for c in found]
-    else:
-        ledger = app.ledger(write=False)
-        held = [pair for store in stores for pair in repairs(ledger, store)]
-        ledger.close()
-    if apply and held:
-        locks = [JobLock(app.state.lock_path(job)) for job in {c.job for _, c in held}]
-        if not all(lock.acquire() for lock in locks):
-            what = "A job that is to be repaired runs right now."
-            raise Busy(what, unchanged="Nothing was changed.")
-        adopt_all(app, [checkpoint for _, checkpoint in held], anew=bool(unusable))
-        for lock in locks:
-            lock.release()
-    return held
+# -- set up --------------------------------------------------------------------------------------
 
 
-def adopt_all(app: App, checkpoints: list[Checkpoint], *, anew: bool) -> None:
-    """Copy ledger and checkpoints aside, then let the ledger stand where the checkpoints do."""
-    path = app.state.ledger_path
-    files = [path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm")]
-    stored = [app.state.store(c.job).path(c.run) for c in checkpoints]
-    moment = app.host.now().replace(":", "")
-    aside = set_aside(files + stored, app.state.path / "aside" / moment)
-    app.console.say(f"copied aside: {', '.join(map(str, aside))}", always=True)
-    if anew:
-        for file in files:
-            file.unlink(missing_ok=True)
-        create_ledger(path, app.host, checkpoints[0].ledger)
-    ledger = open_ledger(path, app.host, create=False)
-    newest = {c.job: c for c in checkpoints}  # oldest come first: the last of each job
-    for checkpoint in checkpoints:
-        if newest[checkpoint.job] is checkpoint:
-            content, digest = checkpoint_bytes(checkpoint)
-            ledger.adopt(checkpoint, content, digest, app.host.user_name(os.getuid()))
-        else:  # of a run before it, whose ending nobody knows any more; kept aside
-            app.state.store(checkpoint.job).remove(checkpoint.run)
-    ledger.close()
-
-
-def unusable_ledger(app: App) -> str:
-    """Return why the ledger cannot be used at all; empty if it can."""
-    try:
-        ledger = app.ledger(write=False)
-        damage = ledger.damage()
-        ledger.close()
-    except PersonNeeded as error:
-        return error.what
-    return damage
-
-
-@command("Set up", argument("folder"), exits=[ExitCode.DONE])
+@command("Set up", word("folder", default="."))
 def init_command(app: App, *, folder: str) -> ExitCode:
-    """Make a folder with a configuration, a starter job that runs, and a feed for it."""
+    """Make a configuration and a starter job that runs."""
     root = Path(folder)
-    files = {"batchrun.toml": STARTER_CONFIG, "jobs/inventory_sync.py": STARTER_JOB}
-    files["jobs/feed.csv"] = starter_feed()
-    there = [name for name in files if (root / name).exists()]
-    if there:
-        raise ConfigurationError(
-            f"{root / there[0]} is there already.",
-            unchanged="Nothing was written.",
-            todo="Choose another folder: batchrun init FOLDER",
-        )
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(root / name, content.encode())
-        (root / name).chmod(0o644)
-    text = f"made {', '.join(str(root / name) for name in files)}\n"
-    text += f"to go on: cd {root} && batchrun run inventory_sync"
-    app.console.result(text, {"files": [str(root / name) for name in files]})
+    feed = [f"SKU-{number:06d},{number * 7919 % 500}" for number in range(1, 12_001)]
+    files = {
+        root / "batchrun.toml": STARTER_CONFIG,
+        root / "jobs/inventory_sync.py": STARTER_JOB,
+        root / "jobs/feed.csv": "\n".join(["sku,quantity", *feed, ""]),
+    }
+    for path in files:
+        if path.exists():
+            raise ConfigurationError(
+                f"{path} is there already.",
+                unchanged="Nothing was written.",
+                todo="Choose another folder: batchrun init FOLDER",
+            )
+    for path, content in files.items():
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        write_atomically(path, content.encode())
+    change = "" if folder == "." else f"cd {root} && "
+    text = f"made {', '.join(map(str, files))}\nto go on: {change}batchrun run inventory_sync"
+    app.console.result(text, {"files": list(files)})
     return ExitCode.DONE
 
 
 STARTER_CONFIG = """\
-# batchrun's configuration. Relative paths start at this file. All keys: sample_config.toml.
+# batchrun's configuration. Relative paths start at this file. The README has all keys.
 
 [jobs.inventory_sync]
 feed = "jobs/feed.csv"
@@ -7301,81 +7467,71 @@ def inventory_sync(ctx: Context[Settings]):
 '''
 
 
-def starter_feed(records: int = 12_000) -> str:
-    """Return a small supplier's feed as CSV."""
-    lines = (f"SKU-{number:06d},{number * 7919 % 500}" for number in range(1, records + 1))
-    return "\n".join(["sku,quantity", *lines, ""])
-
-
-@command("Set up", exits=[ExitCode.DONE])
+@command("Set up")
 def jobs_command(app: App) -> ExitCode:
-    """List the configured jobs, with their versions, settings and first lines."""
+    """Load the configured jobs and list them."""
+    check_trusted(app.config.path, what="the configuration")
     rows, documents = [["job", "version", "settings", "what it does"]], []
     os.chdir(app.config.folder)
     for name, job_config in app.config.jobs.items():
         found = load_job(job_config)
         settings = list(getattr(found.settings, "__dataclass_fields__", {}))
-        document = {
-            "job": name,
-            "version": found.version,
-            "settings": settings,
-            "title": found.title,
-        }
-        documents.append({**document, "file": str(job_config.path)})
+        document = {"job": name, "version": found.version, "settings": settings}
+        documents.append({**document, "title": found.title, "file": str(job_config.path)})
         rows.append([name, str(found.version), ", ".join(settings) or "-", found.title])
     app.console.result(render_table(rows), {"jobs": documents})
     return ExitCode.DONE
 
 
-def build_command_line() -> Any:
-    """Return the click group with every command."""
-    import click  # 40 ms, never in a worker
+# -- click ---------------------------------------------------------------------------------------
+
+
+def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--help",)) -> Any:
+    """Return click's group of the commands that the arguments name; of all, if they ask for help.
+
+    Making one command takes a tenth of the time of making all.
+    """
+    import click
 
     class Grouped(click.Group):
         def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
             for group in GROUPS:
-                named = [name for of_group, name, *_ in COMMANDS if of_group == group]
-                rows = [(n, self.commands[n].get_short_help_str(60)) for n in named]
-                if rows:
-                    with formatter.section(group):
-                        formatter.write_dl(rows)
+                named = [parts.name for parts in COMMANDS if parts.group == group]
+                rows = [(name, self.commands[name].get_short_help_str(70)) for name in named]
+                with formatter.section(group):
+                    formatter.write_dl(rows)
 
+    app = app or App()
     root = Grouped("batchrun", help="Run long batch jobs so that they survive.")
-    root.params = [
-        click.Option(
-            ["--config"], metavar="PATH", help="Default: BATCHRUN_CONFIG, ./batchrun.toml."
-        ),
-        click.Option(["--json", "as_json"], is_flag=True, help="Write results as JSON."),
-        click.Option(["-q", "--quiet"], is_flag=True, help="Write nothing but results and errors."),
-        click.Option(
-            ["-v", "--verbose"], is_flag=True, help="Write plain lines about what happens."
-        ),
-    ]
+    root.params = [click.Option(list(names), **more) for names, more in GLOBAL]
+    root.callback = app.take
     root.epilog = exit_text(list(ExitCode))
-    click.version_option(VERSION)(root)
-    root.callback = click.pass_context(prepare_app)
-    for _, name, function, parameters, exits in COMMANDS:
-        root.add_command(build_command(click, name, function, parameters, exits))
+    click.version_option(VERSION, prog_name="batchrun")(root)
+    named = [parts for parts in COMMANDS if parts.name in arguments]
+    for parts in COMMANDS if "--help" in arguments or not named else named:
+        root.add_command(build_command(click, app, parts))
     return root
 
 
-def build_command(
-    click: Any,
-    name: str,
-    function: Callable[..., ExitCode],
-    parameters: list[tuple[Any, ...]],
-    exits: list[ExitCode],
-) -> Any:
+def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     """Return one click command whose return value is its exit code."""
-    made = []
-    for kind, names, more in parameters:
-        maker = click.Argument if kind == "argument" else click.Option
-        made.append(maker(list(names), **more))
-    callback = click.pass_obj(
-        functools.wraps(function)(lambda app, **given: function(app, **given))
-    )
+    made = [
+        (click.Option if names[0].startswith("-") else click.Argument)(list(names), **more)
+        for names, more in parts.parameters
+    ]
+    everywhere = [click.Option(list(names), **more, hidden=True) for names, more in GLOBAL]
+
+    def call(config: str | None, **given: Any) -> ExitCode:
+        ways = {name: given.pop(name) for name in ("as_json", "quiet", "verbose")}
+        app.take(config, **ways)
+        return parts.function(app, **given)
+
     return click.Command(
-        name, params=made, callback=callback, help=function.__doc__, epilog=exit_text(exits)
+        parts.name,
+        params=[*made, *everywhere],
+        callback=call,
+        help=parts.function.__doc__,
+        epilog=exit_text(parts.exits),
     )
 
 
@@ -7385,46 +7541,46 @@ def exit_text(codes: list[ExitCode]) -> str:
     return "\b\nExit status:\n" + "\n".join(lines)
 
 
-def prepare_app(
-    context: Any, config: str | None, *, as_json: bool, quiet: bool, verbose: bool
-) -> None:
-    """Keep the global options for the command that follows."""
-    path = Path(config or os.environ.get("BATCHRUN_CONFIG") or "batchrun.toml").absolute()
-    context.obj = App(path, Console(as_json=as_json, quiet=quiet, verbose=verbose))
-
-
 def run_command_line(arguments: list[str]) -> int:
     """Run one command and return its exit code; mistakes become letters."""
-    import click  # 40 ms, never in a worker
+    import click
 
-    console = Console(as_json="--json" in arguments)
+    app = App()
+    app.take(os.environ.get("BATCHRUN_CONFIG"), as_json="--json" in arguments)
     try:
-        return int(build_command_line().main(arguments, "batchrun", standalone_mode=False) or 0)
+        root = build_command_line(app, arguments)
+        return int(root.main(arguments, "batchrun", standalone_mode=False) or 0)
     except click.exceptions.Exit as leaving:
         return leaving.exit_code
     except click.ClickException as error:
-        error.show()
-        return int(ExitCode.USAGE)
-    except click.Abort:
-        return int(ExitCode.INTERRUPTED)
+        where = getattr(error, "ctx", None)
+        see = f"\nSee: {where.command_path} --help" if where and "\n" not in str(error) else ""
+        app.console.letter(error.format_message() + see, ExitCode.USAGE)
+        return ExitCode.USAGE
+    except (click.Abort, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
     except BatchrunError as error:
-        console.letter(str(error), error.exit_code)
-        return int(error.exit_code)
+        app.console.letter(str(error), error.exit_code)
+        return error.exit_code
     except OSError as error:
         text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-        console.letter(f"The system refused: {text}.\nNothing more was changed.", 5)
-        return int(ExitCode.STATE_DIRECTORY)
+        what = f"The system refused: {text}.\nNothing more was changed."
+        app.console.letter(what, ExitCode.STATE_DIRECTORY)
+        return ExitCode.STATE_DIRECTORY
 
 
 def main() -> NoReturn:
-    """Run the command line and leave; a held lock is never given back on the way out."""
+    """Run the command line and leave by os._exit: a held lock is never given back on the way."""
     code = int(ExitCode.FAILED)
     try:
         code = run_command_line(sys.argv[1:])
+    except BaseException:  # noqa: BLE001 - a fault of batchrun's own, told before the end
+        sys.excepthook(*sys.exc_info())
     finally:
-        if _held_locks:
-            os._exit(code)
-    sys.exit(code)
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,168 @@
+"""Reports turn rows into words: the same rows, the same words."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import batchrun
+from batchrun import Attempt, Event, ProcessIdentity, Run, RunState, Standing
+
+RUN = Run(
+    key=1,
+    id="a1b2c3d4e5",
+    job="stock",
+    state=RunState.PAUSED,
+    reason="stop",
+    request=None,
+    generation=2,
+    created_at="2026-01-31T23:00:00.000Z",
+    changed_at="2026-01-31T23:59:00.000Z",
+    ended_at=None,
+    number=3,
+    hash="0" * 64,
+    checkpoint=b"bytes",
+    batches=2,
+    read=10_000,
+    rejected=1,
+    expected=24_000,
+    counts={"inserted": 9_000, "updated": 999},
+    settings={"feed": "digest"},
+    overrides={},
+    job_version=1,
+    fresh_in_a_row=0,
+    read_s=1.0,
+    work_s=2.0,
+    own_s=0.3,
+    error=None,
+)
+ATTEMPT = Attempt(
+    generation=1,
+    supervisor=ProcessIdentity(10, 20, "boot"),
+    worker=ProcessIdentity(11, 21, "boot"),
+    began_at="2026-01-31T23:00:01.000Z",
+    ended_at="2026-01-31T23:10:00.000Z",
+    ending="raised",
+    exit_code=1,
+    signal=None,
+    error="The job raised ValueError: no.",
+    unchanged=None,
+    todo=None,
+    peak_rss_bytes=38_500_000,
+    from_number=0,
+    to_number=3,
+    releases=[
+        {"name": "connection", "elapsed_s": 0.0123, "error": None},
+        {"name": "feed", "elapsed_s": 0.0, "error": "OSError: gone"},
+    ],
+    log=None,
+)
+EVENT = Event(7, "2026-01-31T23:00:00.500Z", RUN.id, "stock", "supervisor 10", "started", "why")
+
+REPORT = """\
+run a1b2c3d4e5 of stock: paused (stop)
+  begun     2026-01-31 23:00:00Z
+  ended     -
+  records   10,000 of 24,000 read, 9,000 inserted, 999 updated, 1 rejected
+  commits   3, of them 2 batches
+  time      1.00 s reading, 2.00 s the job's work, 0.30 s batchrun (10.0 % of that)
+attempts
+  1  2026-01-31 23:00:01Z  raised, commits 1 to 3, peak 38 MB
+     The job raised ValueError: no.
+     released connection in 12.3 ms
+     released feed in 0.0 ms  FAILED: OSError: gone
+rejected records
+  commit 2  SKU-7: quantity is 'x'
+events
+      7  2026-01-31 23:00:00Z  started: why"""
+
+
+def test_a_report_tells_counts_attempts_releases_rejects_and_events() -> None:
+    summary = batchrun.summarise(RUN, [ATTEMPT], [(2, "SKU-7", "quantity is 'x'")], [EVENT])
+    assert batchrun.render_report(summary) == REPORT
+
+
+def test_a_summary_is_json_without_the_checkpoint_and_with_units_in_its_names() -> None:
+    summary = json.loads(json.dumps(batchrun.summarise(RUN, [ATTEMPT], [(2, "r", "w")], [EVENT])))
+    assert not {"key", "checkpoint", "settings", "hash"} & summary.keys()
+    assert {"read_s", "work_s", "own_s", "exit_code"} <= summary.keys()
+    assert summary["attempts"][0]["worker"] == {"pid": 11, "ticks": 21, "boot_id": "boot"}
+    assert summary["rejects"] == [{"number": 2, "record": "r", "reason": "w"}]
+
+
+def test_an_attempt_without_an_ending_is_not_given_one() -> None:
+    going_on = replace(ATTEMPT, ending=None, to_number=None, peak_rss_bytes=None, releases=[])
+    summary = batchrun.summarise(RUN, [replace(going_on, error=None)], [], [])
+    line = "  1  2026-01-31 23:00:01Z  going on, or left by its owner"
+    assert batchrun.render_attempt(summary["attempts"][0]) == [line]
+
+
+NOW = "2026-02-01T00:01:00.000Z"
+STANDS = Standing(RunState.PAUSED, "", "batchrun resume a1b2c3d4e5", is_due=True)
+PAUSED = batchrun.summarise_job("stock", RUN, STANDS, None, 0)
+NEVER = batchrun.summarise_job(
+    "prices", None, Standing(RunState.WAITING, "", "batchrun run prices"), None, 12
+)
+DONE = batchrun.summarise_job(
+    "orders",
+    replace(RUN, state=RunState.SUCCEEDED, reason="", read=5, expected=None),
+    Standing(RunState.SUCCEEDED, "", "batchrun report a1b2c3d4e5"),
+    replace(RUN, ended_at="2026-01-30T20:01:00.000Z"),
+    0,
+)
+
+
+def test_the_status_of_all_jobs_is_a_table_and_what_to_type() -> None:
+    assert batchrun.render_status([PAUSED, NEVER, DONE], NOW) == (
+        "job     state          for    records           last success  skipped\n"
+        "stock   paused (stop)  2m00s  10,000 of 24,000  -             -\n"
+        "prices  never run      -      -                 -             12\n"
+        "orders  succeeded      2m00s  5                 1d04h ago     -\n"
+        "to type: batchrun resume a1b2c3d4e5\n"
+        "to type: batchrun run prices"
+    )
+
+
+def test_the_status_of_one_job_ends_with_why_and_one_line_to_type() -> None:
+    why = "Its processes are gone.\nNo more is known."
+    stands = STANDS._replace(state=RunState.INTERRUPTED, why=why)
+    status = batchrun.summarise_job("stock", replace(RUN, reason=""), stands, None, 3)
+    assert batchrun.render_one_status(status) == (
+        "stock: interrupted since 2026-01-31 23:59:00Z\n"
+        "  run           a1b2c3d4e5\n"
+        "  records       10,000 of 24,000\n"
+        "  last success  -\n"
+        "  skipped       3 starts since\n"
+        "  why           Its processes are gone.\n"
+        "  why           No more is known.\n"
+        "to type: batchrun resume a1b2c3d4e5"
+    )
+
+
+@pytest.mark.parametrize(("columns", "width"), [(20, 20), (60, 52), (77, 77), (157, 95)])
+def test_the_live_line_fits_and_keeps_its_width(columns: int, width: int) -> None:
+    lines = [
+        batchrun.progress_line(replace(RUN, read=read), rate, columns)
+        for read, rate in [(0, 0.0), (5, 1.0), (9_999, 123.0), (24_000, 48_123.4)]
+    ]
+    assert {len(line) for line in lines} == {width}
+    assert all(line.startswith("stock ") for line in lines)
+
+
+def test_the_live_line_has_bar_share_records_rate_and_time_left() -> None:
+    line = batchrun.progress_line(replace(RUN, read=12_000), 4_000.0, 80)
+    bar = "#" * 12 + "-" * 13
+    assert line == f"stock [{bar}]  50%  12,000 of 24,000     4,000/s     3s left"
+
+
+def test_the_live_line_without_a_known_total_has_no_bar() -> None:
+    run = replace(RUN, expected=None)
+    assert batchrun.progress_line(run, 50.0, 80).split() == ["stock", "10,000", "records", "50/s"]
+
+
+@pytest.mark.parametrize("read", [24_000, 30_000])
+def test_a_source_that_grew_is_never_more_than_all_of_it(read: int) -> None:
+    line = batchrun.progress_line(replace(RUN, read=read), 50.0, 80)
+    assert "100%" in line
+    assert "-" not in line
+    assert "left" not in line

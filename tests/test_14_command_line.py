@@ -1,0 +1,665 @@
+"""The command line: where words go, what may be typed, what a start finds around it."""
+
+import json
+import os
+import pty
+import select
+import signal
+import socket
+import stat
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import LAUNCH, Ended, Project, clean_environment, wait_for
+
+import batchrun
+
+CONFIG = """
+[jobs.count]
+batch_size = 10
+"""
+COUNT = """
+    from batchrun import job
+
+    @job()
+    def count(ctx):
+        for batch in ctx.batches(range(100)):
+            yield batch
+    """
+BROKEN = """
+    from batchrun import job
+
+    @job()
+    def count(ctx):
+        for batch in ctx.batches(range(100)):
+            if batch.number == 3:
+                raise ValueError("no such shelf")
+            yield batch
+    """
+HOLDING = """
+    import pathlib, time
+    from batchrun import job
+
+    @job()
+    def count(ctx):
+        for batch in ctx.batches(range(100)):
+            pathlib.Path("holding").touch()
+            while pathlib.Path("hold").exists() and not ctx.should_stop:
+                time.sleep(0.01)
+            yield batch
+    """
+
+
+@pytest.fixture
+def shop(project: Project) -> Project:
+    """A project with one job that counts to 100 in ten batches."""
+    project.write(CONFIG, count=COUNT)
+    return project
+
+
+@pytest.fixture
+def paused(shop: Project) -> Project:
+    """The same, stopped after two batches."""
+    assert shop.run("run", "count", "--batches", "2").code == 75
+    return shop
+
+
+def run_id(project: Project) -> str:
+    """Return the id of the one run there is."""
+    return str(project.run("--json", "status").document["jobs"][0]["run"])
+
+
+def everything_in(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Return mode, owner and size of each file below a folder."""
+    found = {}
+    for path in folder.rglob("*"):
+        seen = path.lstat()
+        found[str(path)] = (seen.st_mode, seen.st_uid, seen.st_size if path.is_file() else 0)
+    return found
+
+
+# --- where words go -------------------------------------------------------------------------------
+
+
+def test_a_run_that_nobody_watches_says_nothing_when_all_is_well(shop: Project) -> None:
+    assert shop.run("run", "count") == Ended(0, "", "")
+
+
+def test_a_run_that_fails_writes_one_letter_that_ends_with_what_to_type(shop: Project) -> None:
+    shop.write(CONFIG, count=BROKEN)
+    ended = shop.run("run", "count")
+    run = run_id(shop)
+    assert ended == Ended(
+        1,
+        "",
+        f"count: run {run} failed.\n"
+        "The job raised ValueError: no such shelf in batch 3.\n"
+        "Commit 2 stands: 20 records are done.\n"
+        f"The log: {shop.folder}/state/logs/count/{run}.log\n"
+        f"To go on: batchrun resume {run}\n",
+    )
+
+
+def test_a_person_who_resumes_is_told_in_one_line_from_where(paused: Project) -> None:
+    line = f"run {run_id(paused)} goes on after commit 2, 20 records read\n"
+    assert paused.run("resume") == Ended(0, "", line)
+
+
+def test_the_tick_goes_on_without_a_word(paused: Project) -> None:
+    assert paused.run("resume", "--all") == Ended(0, "", "")
+    assert "count: succeeded since " in paused.run("status", "count").out
+
+
+def test_the_tick_has_nothing_to_do_before_the_first_run(shop: Project) -> None:
+    assert shop.run("resume", "--all") == Ended(0, "", "")
+    assert not (shop.folder / "state").exists()
+
+
+def test_plain_lines_have_no_return_and_no_escape_and_are_few(project: Project) -> None:
+    project.write("[jobs.many]\nbatch_size = 100\n", many=COUNT.replace("count", "many", 1))
+    text = COUNT.replace("count(", "many(").replace("range(100)", "range(200_000)")
+    project.write("[jobs.many]\nbatch_size = 100\n", many=text)
+    ended = project.run("-v", "run", "many")
+    lines = ended.err.splitlines()
+    assert (ended.code, ended.out) == (0, "")
+    assert not {"\r", "\x1b"} & {*ended.err}
+    assert 2 <= len(lines) < 200
+    assert [line for line in lines if not line.startswith(("many", "warning: "))] == []
+    assert "200,000 of 200,000" in ended.err
+
+
+def test_json_lines_have_a_type_each_and_the_last_is_the_result(paused: Project) -> None:
+    run = run_id(paused)
+    ended = paused.run("--json", "resume")
+    documents = [json.loads(line) for line in ended.out.splitlines()]
+    assert (ended.code, ended.err) == (0, "")
+    assert {document["type"] for document in documents} == {"said", "progress", "result"}
+    assert documents[-1] == {
+        "type": "result",
+        "exit_code": 0,
+        "run": run,
+        "job": "count",
+        "state": "succeeded",
+        "reason": "",
+        "read": 100,
+        "rejected": 0,
+        "counts": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["run", "nope"], 4),
+        (["run"], 2),
+        (["stauts"], 2),
+        (["resume"], 4),
+        (["run", "count", "--set", "password=x"], 2),
+    ],
+)
+def test_with_json_the_last_line_of_a_failure_is_an_error_object(
+    shop: Project, words: list[str], code: int
+) -> None:
+    ended = shop.run(*words, "--json") if words[0] == "run" else shop.run("--json", *words)
+    error = json.loads(ended.err.splitlines()[-1])
+    assert (ended.code, ended.out) == (code, "")
+    assert (error["type"], error["exit_code"], bool(error["text"])) == ("error", code, True)
+
+
+def on_a_terminal(project: Project, *words: str) -> tuple[int, str]:
+    """Run a command with a terminal of 80 columns as stderr; return exit code and what it shows."""
+    screen, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [*LAUNCH, *words],
+        cwd=project.folder,
+        env={**clean_environment(), "TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    shown = b""
+    while select.select([screen], [], [], 60)[0]:
+        try:
+            shown += os.read(screen, 65_536)
+        except OSError:  # EIO: the other end was closed
+            break
+    os.close(screen)
+    return process.wait(60), shown.decode()
+
+
+def test_a_terminal_gets_one_live_line_and_then_how_it_ended(shop: Project) -> None:
+    code, shown = on_a_terminal(shop, "run", "count")
+    lines = [line for line in shown.split("\r\n") if not line.startswith("warning: ")]
+    run = run_id(shop)
+    assert code == 0
+    assert lines[1:] == [""]
+    drawn = [line for line in lines[0].split("\r\x1b[K") if line]
+    assert drawn[-1].startswith(f"count: run {run} succeeded after ")
+    assert drawn[-1].endswith(": 100 of 100 read, 0 rejected")
+    assert all(line.startswith("count ") and len(line) < 80 for line in drawn[:-1])
+    assert drawn[-2].startswith("count [####")
+    assert "] 100%  100 of 100" in drawn[-2]
+
+
+def test_the_journal_gets_plain_lines(shop: Project) -> None:
+    journal = shop.outputs / "0.err"
+    journal.touch()
+    found = journal.stat()
+    stream = {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
+    ended = shop.run("run", "count", env={**clean_environment(), **stream})
+    last = ended.err.splitlines()[-1]
+    assert (ended.code, ended.out) == (0, "")
+    assert last.startswith(f"count: run {run_id(shop)} succeeded after ")
+    assert not {"\r", "\x1b"} & {*ended.err}
+
+
+@pytest.mark.parametrize("outputs", ["> /dev/full 2>&1", "2>&-", "<&- >&- 2>&-", "2>&1 | true"])
+def test_an_output_that_is_full_or_closed_or_gone_fails_no_run(shop: Project, outputs: str) -> None:
+    line = f'"$@" {outputs}' if "|" not in outputs else f'set -o pipefail; "$@" {outputs}'
+    words = ["bash", "-c", line, "bash", *LAUNCH, "-v", "run", "count"]
+    ended = subprocess.run(words, cwd=shop.folder, env=clean_environment(), timeout=60, check=False)
+    assert ended.returncode == 0
+    state = shop.folder / "state"  # whose files must not have become stdout or stderr
+    texts = [path.read_bytes() for path in state.rglob("*") if path.is_file()]
+    assert not any(b"succeeded after" in text for text in texts)
+    assert shop.run("check") == Ended(0, "ledger and checkpoints agree\n", "")
+    assert "count: succeeded since " in shop.run("status", "count").out
+
+
+def test_systemd_hears_ready_before_a_start_is_refused(
+    shop: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert shop.run("run", "count").code == 0
+    (shop.folder / "state/maintenance.lock").touch()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        monkeypatch.chdir(shop.outputs)  # a socket's address has at most 107 bytes
+        systemd.bind("notify")
+        systemd.settimeout(30)
+        address = f"/proc/{os.getpid()}/cwd/notify"
+        for words, code in ((("run", "count"), 12), (("resume", "--all"), 0)):
+            ended = shop.run(*words, env={**clean_environment(), "NOTIFY_SOCKET": address})
+            assert ended.code == code
+            assert systemd.recv(100) == b"READY=1"
+
+
+# --- what may be typed ----------------------------------------------------------------------------
+
+
+def test_lines_to_type_name_the_configuration_if_it_was_given(paused: Project) -> None:
+    run, path = run_id(paused), paused.folder / "batchrun.toml"
+    by_option = paused.run("--config", str(path), "status", cwd=Path("/"))
+    by_name = {**clean_environment(), "BATCHRUN_CONFIG": str(path)}
+    by_environment = paused.run("status", cwd=Path("/"), env=by_name)
+    line = f"to type: batchrun --config {path} resume {run}"
+    assert by_environment.out.splitlines()[-1] == by_option.out.splitlines()[-1] == line
+    assert paused.run("status").out.splitlines()[-1] == f"to type: batchrun resume {run}"
+    words = line.removeprefix("to type: batchrun ").split()
+    assert paused.run(*words, cwd=Path("/")).code == 0
+
+
+def test_a_path_with_blanks_can_be_typed_too(shop: Project) -> None:
+    odd = shop.folder / "a shop.toml"
+    (shop.folder / "batchrun.toml").rename(odd)
+    ended = shop.run("--config", str(odd), "status", "count")
+    assert ended.code == 4
+    assert ended.err.endswith(f"batchrun --config '{odd}' run JOB\n")
+
+
+@pytest.mark.parametrize("words", [("--json", "status"), ("status", "--json")])
+def test_global_options_may_stand_before_a_command_or_after_it(
+    paused: Project, words: tuple[str, ...]
+) -> None:
+    assert paused.run(*words).document["jobs"][0]["read"] == 20
+
+
+def test_a_mistyped_command_is_answered_with_the_one_that_is_meant(shop: Project) -> None:
+    ended = shop.run("stauts")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("No such command 'stauts'.")
+    assert ended.err.endswith("See: batchrun --help\n")
+
+
+def test_set_refuses_what_others_could_read(shop: Project) -> None:
+    assert shop.run("run", "count", "--set", "api_key=abcdef") == Ended(
+        2,
+        "",
+        "--set api_key looks like a secret.\n"
+        "A command line can be read by everyone on the machine.\n"
+        "Nothing was started.\n"
+        'Write in the configuration: api_key = { env = "NAME" }\n',
+    )
+
+
+@pytest.mark.parametrize("words", [("run", "count"), ("resume",)])
+def test_a_number_of_batches_below_one_is_refused(shop: Project, words: tuple[str, ...]) -> None:
+    shop.run("run", "count", "--batches", "1")
+    ended = shop.run(*words, "--batches", "0")
+    assert ended == Ended(2, "", "--batches is less than 1.\nWrite: --batches 3\n")
+
+
+def test_several_unfinished_runs_are_listed_for_a_resume_without_a_name(project: Project) -> None:
+    project.write("[jobs.a]\nuses='count'\n[jobs.b]\nuses='count'\n[defaults]\nbatch_size = 9\n",
+                  count=COUNT)  # fmt: skip
+    for job in "ab":
+        assert project.run("run", job, "--batches", "1").code == 75
+    runs = [(job["job"], job["run"]) for job in project.run("--json", "status").document["jobs"]]
+    lines = "".join(f"  batchrun resume {run}   ({job})\n" for job, run in runs)
+    assert project.run("resume") == Ended(2, "", f"2 runs are unfinished.\nType one of:\n{lines}")
+
+
+# --- status ---------------------------------------------------------------------------------------
+
+
+def test_status_tells_that_a_person_is_needed_by_exit_code_3(paused: Project) -> None:
+    run = run_id(paused)
+    assert paused.run("status").code == 0
+    asked = paused.run("pause", "count")
+    assert asked == Ended(0, f"run {run} of count is paused\n", "")
+    status = paused.run("status", "count")
+    assert status.code == 3
+    assert "count: paused (person) since " in status.out
+    assert status.out.endswith(f"to type: batchrun resume {run}\n")
+    assert paused.run("run", "count").code == 13
+    assert paused.run("resume", "--all") == Ended(0, "", "")
+    assert paused.run("resume", "count").code == 0
+    assert paused.run("status").code == 0
+
+
+def test_a_dead_owner_is_seen_as_interrupted_and_needs_no_hand_work(shop: Project) -> None:
+    shop.write(CONFIG, count=HOLDING)
+    (shop.folder / "hold").touch()
+    supervisor = shop.start("run", "count")
+    wait_for((shop.folder / "holding").exists, "the first batch")
+    status = shop.run("--json", "status").document["jobs"][0]
+    assert (status["state"], status["next"]) == ("running", f"batchrun pause {status['run']}")
+    shop.kill_all()
+    supervisor.wait()
+    status = shop.run("--json", "status").document["jobs"][0]
+    resume = f"batchrun resume {status['run']}"
+    assert (status["state"], status["next"]) == ("interrupted", resume)
+    assert status["why"].startswith("Its processes are gone")
+    (shop.folder / "hold").unlink()
+    assert shop.run("resume", "--all") == Ended(0, "", "")
+    assert shop.run("--json", "status").document["jobs"][0]["state"] == "succeeded"
+
+
+def test_a_stopped_process_is_seen_and_needs_someone(shop: Project) -> None:
+    shop.write(CONFIG, count=HOLDING)
+    (shop.folder / "hold").touch()
+    supervisor = shop.start("run", "count")
+    wait_for((shop.folder / "holding").exists, "the first batch")
+    supervisor.send_signal(signal.SIGSTOP)
+    host = batchrun.Host()
+    me = host.identify(supervisor.pid)
+    assert me is not None
+    wait_for(lambda: host.is_stopped(me), "the supervisor to be stopped")
+    status = shop.run("status", "count")
+    assert status.code == 3
+    assert status.out.endswith(f"to type: kill -CONT {supervisor.pid}\n")
+    supervisor.send_signal(signal.SIGCONT)
+    (shop.folder / "hold").unlink()
+    assert shop.finish(supervisor).code == 0
+
+
+def test_a_pause_asked_for_is_done_at_the_next_safe_point(shop: Project) -> None:
+    shop.write(CONFIG, count=HOLDING)
+    (shop.folder / "hold").touch()
+    supervisor = shop.start("run", "count")
+    wait_for((shop.folder / "holding").exists, "the first batch")
+    asked = shop.run("pause", "count")
+    assert asked.out == f"run {run_id(shop)} of count will be paused at its next safe point\n"
+    (shop.folder / "hold").unlink()
+    assert shop.finish(supervisor) == Ended(75, "", "")
+    assert shop.run("status").code == 3
+
+
+def test_a_finished_run_is_neither_paused_nor_cancelled_nor_resumed(shop: Project) -> None:
+    assert shop.run("run", "count").code == 0
+    said = Ended(0, f"run {run_id(shop)} of count has succeeded already\n", "")
+    assert [shop.run(word, "count") for word in ("pause", "cancel", "resume")] == [said] * 3
+
+
+# --- maintenance ----------------------------------------------------------------------------------
+
+
+def touched(path: Path) -> None:
+    """Make the lockfile as a person does."""
+    path.touch()
+
+
+def unreadable(path: Path) -> None:
+    """Make one that nobody may read."""
+    path.touch(0)
+
+
+def explained(path: Path) -> None:
+    """Make one that says why."""
+    path.write_text('{"reason": "the shelves move", "by": "ann"}')
+
+
+@pytest.mark.parametrize("make", [touched, Path.mkdir, unreadable, explained])
+def test_whatever_is_named_maintenance_lock_refuses_with_12_and_a_row(
+    paused: Project, make: Callable[[Path], None]
+) -> None:
+    lockfile = paused.folder / "state/maintenance.lock"
+    make(lockfile)
+    ended = paused.run("run", "count")
+    assert (ended.code, ended.out) == (12, "")
+    said = " by ann (the shelves move)" if make is explained else ""
+    first, *others = ended.err.splitlines()
+    assert first.startswith(f"Maintenance is on: {lockfile} is there, since 20")
+    assert first.endswith(f"Z{said}.")
+    assert others == [
+        "Nothing was started; the refusal is recorded.",
+        f"When the maintenance is over: rm -r {lockfile}",
+    ]
+    assert paused.run("resume", "--all") == Ended(0, "", "")
+    status = paused.run("--json", "status").document
+    assert status["jobs"][0]["refused_since_success"] >= 2
+    assert status["maintenance"]["reason"] == ("the shelves move" if said else "")
+    lockfile.rmdir() if lockfile.is_dir() else lockfile.unlink()
+    assert paused.run("resume", "--all") == Ended(0, "", "")
+    assert "count: succeeded since " in paused.run("status", "count").out
+
+
+# --- K20 owner and umask, K26 cron's world, K45 file systems --------------------------------------
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_modes_are_the_same_whatever_the_umask(shop: Project, umask: int) -> None:
+    shop.write(CONFIG, count=BROKEN)
+    assert shop.run("run", "count", umask=umask).code == 1
+    state = shop.folder / "state"
+    for path in [state, *state.rglob("*")]:
+        mode = stat.S_IMODE(path.lstat().st_mode)
+        assert (path.name, oct(mode)) == (path.name, oct(0o700 if path.is_dir() else 0o600))
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_what_init_makes_runs_whatever_the_umask_and_is_made_once(
+    project: Project, umask: int
+) -> None:
+    shop = project.folder / "new"
+    made = project.run("init", str(shop), umask=umask)
+    assert made.code == 0
+    assert made.out.endswith(f"to go on: cd {shop} && batchrun run inventory_sync\n")
+    assert project.run("run", "inventory_sync", cwd=shop, umask=umask) == Ended(0, "", "")
+    assert project.run("init", str(shop)) == Ended(
+        2,
+        "",
+        f"{shop}/batchrun.toml is there already.\n"
+        "Nothing was written.\n"
+        "Choose another folder: batchrun init FOLDER\n",
+    )
+    assert project.run("check", cwd=shop).code == 0
+
+
+@pytest.mark.needs_root
+def test_another_users_state_is_read_by_root_but_not_written(paused: Project) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("NOT ROOT: no other user's files can be made")
+    run, state = run_id(paused), paused.folder / "state"
+    for path in [state, *state.rglob("*")]:
+        os.chown(path, 65534, 65534)
+    before = everything_in(state)
+    for words in (("status",), ("report", "count"), ("check",)):
+        assert (words, paused.run(*words).code) == (words, 0)
+    assert everything_in(state) == before
+    owner = batchrun.Host().user_name(65534)
+    for words in (("run", "count"), ("resume",), ("pause", run), ("cancel", run), ("repair",)):
+        assert paused.run(*words) == Ended(
+            5,
+            "",
+            f"The state directory {state} cannot be used: it belongs to {owner}.\n"
+            "Nothing was changed.\n"
+            f"Type: sudo -u {owner} batchrun {' '.join(words)}\n",
+        )
+    assert everything_in(state) == before
+
+
+def test_status_report_and_check_change_no_file(paused: Project) -> None:
+    before = everything_in(paused.folder)
+    contents = {p: p.read_bytes() for p in (paused.folder / "state").rglob("*") if p.is_file()}
+    for words in (("status",), ("status", "count"), ("report", "count"), ("check",), ("jobs",)):
+        assert (words, paused.run(*words).code) == (words, 0)
+    after = {k: v for k, v in everything_in(paused.folder).items() if "__pycache__" not in k}
+    assert after == {k: v for k, v in before.items() if "__pycache__" not in k}
+    assert {p: p.read_bytes() for p in contents} == contents
+
+
+@pytest.mark.needs_root
+@pytest.mark.parametrize("how", ["read-only", "full"])
+def test_status_report_and_check_work_where_nothing_can_be_written(shop: Project, how: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("NOT ROOT: no file system can be mounted")
+    disk = shop.folder / "state"
+    disk.mkdir(mode=0o700)
+    mount = ["mount", "-t", "tmpfs", "-o", "mode=0700", "none", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("NO MOUNT: this machine does not let root mount a tmpfs")
+    try:
+        assert shop.run("run", "count", "--batches", "2").code == 75
+        change = "ro" if how == "read-only" else "size=1m"
+        subprocess.run(["mount", "-o", f"remount,{change}", str(disk)], check=True)
+        if how == "full":
+            fill = ["dd", "if=/dev/zero", f"of={disk}/fill", "bs=4k"]
+            assert b"No space left" in subprocess.run(fill, capture_output=True, check=False).stderr
+        for words in (("status",), ("report", "count"), ("check",)):
+            assert (words, shop.run(*words).code) == (words, 0)
+        assert shop.run("resume").code == 5
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_the_state_is_found_from_anywhere_with_an_empty_environment(shop: Project) -> None:
+    path = str(shop.folder / "batchrun.toml")
+    scratch = shop.outputs / "scratch"
+    scratch.mkdir()
+    assert (
+        shop.run("--config", path, "run", "count", "--batches", "1", cwd=scratch, env={}).code == 75
+    )
+    for cwd in (Path("/"), scratch, shop.folder):
+        ended = shop.run("--config", path, "run", "count", "--batches", "1", cwd=cwd, env={})
+        assert ended.code == 75
+    assert shop.run("--json", "status").document["jobs"][0]["read"] == 40
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [("resume",), ("status",), ("report", "count"), ("check",)])
+def test_without_a_ledger_nothing_is_made_and_the_path_is_named(
+    shop: Project, words: tuple[str, ...]
+) -> None:
+    before = everything_in(shop.folder)
+    state = shop.folder / "state"
+    assert shop.run(*words, env={}) == Ended(
+        4,
+        "",
+        f"There is no state directory at {state}.\n"
+        "Nothing was made.\n"
+        "Is it the right configuration? A first run makes it: batchrun run JOB\n",
+    )
+    assert everything_in(shop.folder) == before
+
+
+class FakeMounts(batchrun.Host):
+    """A machine with one file system."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def mount_table(self) -> list[str]:
+        return [f"1 1 0:1 / / rw - {self.kind} none rw"]
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "nfs", "cifs", "fuse.sshfs"])
+def test_a_network_file_system_is_refused(shop: Project, kind: str) -> None:
+    config = batchrun.load_config(shop.folder / "batchrun.toml")
+    state = batchrun.StateDirectory(config, FakeMounts(kind))
+    with pytest.raises(batchrun.StateDirectoryError) as refused:
+        state.require_fit(create=True)
+    assert str(refused.value) == (
+        f"The state directory {config.state} cannot be used: it is on a network file system"
+        f" ({kind}), where locks are not reliable.\n"
+        "Nothing was changed.\n"
+        "Put `state` on a local disk in the configuration."
+    )
+    assert not config.state.exists()
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "overlay", "tmpfs"])
+def test_a_local_file_system_is_used_and_tmpfs_warned_about(shop: Project, kind: str) -> None:
+    config = batchrun.load_config(shop.folder / "batchrun.toml")
+    state = batchrun.StateDirectory(config, FakeMounts(kind))
+    state.require_fit(create=True)
+    warning = f"warning: {config.state} is on tmpfs: a reboot loses every checkpoint"
+    assert (state.warning() == warning) is (kind == "tmpfs")
+
+
+# --- K41 secrets ----------------------------------------------------------------------------------
+
+SECRET = "S3cr3t"
+
+
+def test_a_secret_is_nowhere_but_where_the_job_needs_it(project: Project) -> None:
+    project.write(
+        """
+        [jobs.leak]
+        database = "postgres://u:S3cr3t@h/db"
+        """,
+        leak="""
+        import pathlib, time
+        from dataclasses import dataclass
+        from batchrun import job
+
+        @dataclass(frozen=True)
+        class Settings:
+            database: str
+
+        @job(settings=Settings)
+        def leak(ctx):
+            for batch in ctx.batches(range(3)):
+                pathlib.Path("holding").touch()
+                while not pathlib.Path("go").exists():
+                    time.sleep(0.01)
+                ctx.log.error("cannot reach %s", ctx.settings.database)
+                raise ConnectionError(f"cannot reach {ctx.settings.database} as S3cr3t")
+                yield batch
+        """,
+    )
+    process = project.start("-v", "run", "leak")
+    wait_for((project.folder / "holding").exists, "the first batch")
+    lists = [Path(f"/proc/{pid}/{name}").read_bytes() for pid in project.living()
+             for name in ("cmdline", "environ")]  # fmt: skip
+    assert lists
+    assert not any(SECRET.encode() in text for text in lists)
+    (project.folder / "go").touch()
+    ended = project.finish(process)
+    assert (ended.code, ended.out) == (1, "")
+    assert "ConnectionError: cannot reach postgres://u:***@h/db as ***" in ended.err
+    files = [path for path in (project.folder / "state").rglob("*") if path.is_file()]
+    assert any("postgres://u:***@h/db" in p.read_text(errors="replace") for p in files)
+    texts = [path.read_bytes() for path in files] + [
+        (shown.out + shown.err).encode()
+        for words in (
+            ["status", "leak"],
+            ["report", "leak"],
+            ["--json", "report", "leak"],
+            ["jobs"],
+        )
+        for shown in [project.run(*words)]
+    ]
+    assert not any(SECRET.encode() in text for text in [*texts, ended.err.encode()])
+
+
+# --- repair ---------------------------------------------------------------------------------------
+
+
+def test_a_lost_ledger_is_made_anew_from_the_checkpoints_by_repair_alone(paused: Project) -> None:
+    run, ledger = run_id(paused), paused.folder / "state/ledger.db"
+    ledger.unlink()
+    assert paused.run("run", "count").code == 13
+    shown = paused.run("repair")
+    assert shown.code == 3
+    assert shown.out.endswith("to do it: batchrun repair --apply\n")
+    assert not ledger.exists()
+    applied = paused.run("repair", "--apply")
+    assert applied.code == 0
+    assert f"run {run} of count: the ledger is lost; adopt its commit 2\n" in applied.out
+    assert paused.run("resume").err.endswith("goes on after commit 2, 20 records read\n")
+    assert paused.run("repair") == Ended(0, "nothing to repair\n", "")
+
+
+def test_a_ledger_that_is_none_is_made_anew_also_without_checkpoints(shop: Project) -> None:
+    assert shop.run("run", "count").code == 0
+    ledger = shop.folder / "state/ledger.db"
+    for checkpoint in (shop.folder / "state/checkpoints").glob("*/*"):
+        checkpoint.unlink()
+    ledger.write_bytes(b"SQLite format 3\0" + bytes(4080))
+    assert shop.run("run", "count").code in (5, 13)
+    assert shop.run("repair").code == 3
+    assert shop.run("repair", "--apply").code == 0
+    assert shop.run("run", "count") == Ended(0, "", "")
