@@ -540,9 +540,7 @@ class Host:
 
     def now(self) -> str:
         """Return wall time as UTC text with milliseconds, `2026-01-31T23:59:59.123Z`."""
-        seconds, rest_ns = divmod(time.time_ns(), 1_000_000_000)
-        text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-        return f"{text}.{rest_ns // 1_000_000:03d}Z"
+        return utc_text(time.time_ns())
 
     def monotonic(self) -> float:
         """Return seconds on a clock that no one can set."""
@@ -630,11 +628,6 @@ class Host:
         except KeyError:
             return str(uid)
 
-    def rss_bytes(self) -> int:
-        """Return this process's resident memory."""
-        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return resident_pages * os.sysconf("SC_PAGE_SIZE")
-
     def free_bytes(self, path: Path) -> int:
         """Return what an ordinary user may still write on the file system of a path."""
         room = os.statvfs(path)
@@ -696,6 +689,13 @@ class Host:
                 socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s,
             ):
                 s.sendto(text.encode(), address.replace("@", "\0", 1))
+
+
+def utc_text(moment_ns: int) -> str:
+    """Return nanoseconds since 1970 as UTC text with milliseconds."""
+    seconds, rest_ns = divmod(moment_ns, 1_000_000_000)
+    text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{text}.{rest_ns // 1_000_000:03d}Z"
 
 
 def _has_open(process_folder: Path, wanted: os.stat_result) -> bool:
@@ -3144,7 +3144,7 @@ class Maintenance:
             return None
         except OSError as error:
             return Barrier("", f"it cannot be looked at: {error.strerror}", "")
-        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(found.st_mtime))
+        since = utc_text(found.st_mtime_ns)
         said = self._contents() if stat.S_ISREG(found.st_mode) else {}
         return Barrier(since, str(said.get("reason", "")), str(said.get("by", "")))
 
@@ -3651,6 +3651,8 @@ def open_target(connection: Any) -> Target:
 class Mark:
     """The row of one run and loop in a target: claimed, judged, and written with each batch."""
 
+    _host = Host()
+
     def __init__(self, target: Target, course: Course, loop: str) -> None:
         self.target, self._course, self._key = target, course, (course.run.id, loop)
         self.spent_s = 0.0
@@ -3776,7 +3778,7 @@ class Mark:
 
     def _write(self, link: Link) -> None:
         """Write the mark; it changes a row only if we still own it and the number is new."""
-        began = time.monotonic()
+        began = self._host.monotonic()
         course, number = self._course, self._course.number + 1
         kept = ("read", "rejected", "staged", "counts", "ended", "source", "result")
         written = self.target.run_sql(
@@ -3791,7 +3793,17 @@ class Mark:
         )
         if self.target.changes(written) == 0:
             raise lost_ownership(course.run, course.generation)
-        self.spent_s += time.monotonic() - began
+        self.spent_s += self._host.monotonic() - began
+
+
+def mark_in(path: Path, run: str, loop: str) -> int | None:
+    """Return the number of a mark in an SQLite file, changing nothing; None if it has none."""
+    sql = "SELECT number FROM batchrun_mark WHERE run = ? AND loop = ?"
+    try:
+        with contextlib.closing(apsw.Connection(uri_to_read(path), flags=READ_ONLY)) as target:
+            return cast("int | None", target.execute(sql, (run, loop)).get)
+    except apsw.Error:
+        return None
 
 
 class Batch:
@@ -3823,7 +3835,7 @@ class Batch:
             first_key=portion.first_key,
             last_key=portion.last_key,
             source=loop.fingerprint,
-            began=time.monotonic(),
+            began=context._host.monotonic(),
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -3936,12 +3948,13 @@ class Loop:
 
     def _read(self) -> Portion:
         """Read until the batch is full, and take the time; reading may be interrupted."""
-        began = time.monotonic()
+        host = self._context._host
+        began = host.monotonic()
         try:
             with self._context._frame.switched(inside=True):
                 return cast("Reader", self._reader).read_batch(self.size)
         finally:
-            self._context._read_s += time.monotonic() - began
+            self._context._read_s += host.monotonic() - began
 
     def _hand_out(self, portion: Portion) -> Batch:
         """Make the batch that the job works on now."""
@@ -3993,6 +4006,8 @@ class Context(Generic[S]):
         batch_size: records a batch, unless a loop says otherwise.
     """
 
+    _host = Host()
+
     def __init__(
         self,
         settings: S,
@@ -4005,7 +4020,7 @@ class Context(Generic[S]):
         self.run_id, self.generation = course.run.id, course.generation
         self.batch_size = job_config.batch_size
         self._course, self._driver, self._acceptances = course, driver, acceptances
-        self._frame, self._cleanups = JobFrame(), CleanupStack(Host())
+        self._frame, self._cleanups = JobFrame(), CleanupStack(self._host)
         self._loops: list[Loop] = []
         self._met: list[tuple[str, str]] = []
         self._current: Batch | None = None
@@ -4020,15 +4035,13 @@ class Context(Generic[S]):
         import logging  # 25 ms, and only jobs that log need it
 
         class Masked(logging.Formatter):
-            converter = staticmethod(time.gmtime)
-
             def format(self, record: logging.LogRecord) -> str:
-                return mask_secrets(super().format(record))
+                line = f"{Host().now()} {record.levelname} {super().format(record)}"
+                return mask_secrets(line)
 
         logger = logging.getLogger(f"batchrun.job.{self._course.run.job}")
         to_stderr = logging.StreamHandler()
-        form = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
-        to_stderr.setFormatter(Masked(form, "%Y-%m-%dT%H:%M:%S"))
+        to_stderr.setFormatter(Masked())
         logger.handlers[:] = [to_stderr]
         logger.setLevel(logging.INFO)
         logger.propagate = False
@@ -4093,7 +4106,7 @@ class Context(Generic[S]):
             if self._is_passed:
                 return self._course.passed[len(self._met) - 1][2]
             self._driver.pass_gate()
-        link = Link("step", name, began=time.monotonic())
+        link = Link("step", name, began=self._host.monotonic())
         try:
             with mark.transaction(self, link) if mark else contextlib.nullcontext() as cursor:
                 link.result = call(cursor) if mark else call()
@@ -4629,8 +4642,8 @@ class Query:
 
     def _run(self, text: str, values: tuple[Any, ...]) -> list[Any]:
         """Return the rows; a transaction that this began is over then."""
-        info = getattr(self._connection, "info", None)  # psycopg's
-        begins_one = getattr(info, "transaction_status", None) == 0
+        state = getattr(getattr(self._connection, "info", None), "transaction_status", None)
+        begins_one = state == 0  # psycopg's IDLE
         cursor = self._connection.cursor()
         try:
             cursor.execute(text, *([values] if values else []))
@@ -5489,16 +5502,6 @@ def check_marks(ledger: Ledger, run: Run, checkpoint: Checkpoint) -> list[Findin
             why = f"loop {loop!r} has {has} there, and {expected} in the checkpoint"
             findings.append(Finding(what, why, "put back the target that belongs to the run"))
     return findings
-
-
-def mark_in(path: Path, run: str, loop: str) -> int | None:
-    """Return the number of a mark in an SQLite file, changing nothing; None if it has none."""
-    sql = "SELECT number FROM batchrun_mark WHERE run = ? AND loop = ?"
-    try:
-        with contextlib.closing(apsw.Connection(uri_to_read(path), flags=READ_ONLY)) as target:
-            return cast("int | None", target.execute(sql, (run, loop)).get)
-    except apsw.Error:
-        return None
 
 
 def repairs(ledger: Ledger, store: CheckpointStore) -> list[tuple[str, Checkpoint]]:
