@@ -160,7 +160,7 @@ def test_the_cron_lines_in_the_readme_are_silent_when_all_is_well(project: Proje
     assert len(lines) == 2
     assert project.run("init", str(project.folder)).code == 0
     for _, words in lines:
-        here = words.replace("/home/me/shop", str(project.folder)).split()
+        here = words.replace("/srv/shop", str(project.folder)).split()
         assert project.run(*here, cwd=Path("/"), env={}) == Ended(0, "", "")
     assert (project.folder / "stock.db").exists()
 
