@@ -1,6 +1,7 @@
 """The supervisor: who may run, what signals do, and that the lock outlives everything of a run."""
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -370,7 +371,9 @@ def test_a_lock_and_a_row_that_nobody_owns_hold_nobody_up(project: Project) -> N
     write_job(project)
     project.run("run", "sync", env=at("commit.prepared@2=kill-both"))
     connection = apsw.Connection(str(project.state / "ledger.db"))
-    connection.execute("UPDATE attempt SET boot_id = 'another', supervisor_pid = 1, worker_pid = 1")
+    ((owner,),) = connection.execute("SELECT supervisor FROM attempt")
+    of_another_boot = json.dumps({**json.loads(owner), "pid": 1, "boot_id": "another"})
+    connection.execute("UPDATE attempt SET supervisor = ?, worker = ?", [of_another_boot] * 2)
     connection.close()
     status = project.run("status", "sync")
     assert "interrupted" in status.out
@@ -458,8 +461,8 @@ def test_an_owner_stopped_inside_its_commit_keeps_everybody_else_out(project: Pr
     wait_for(lambda: is_stopped(worker), "the owner to stop")
     (project.state / "locks" / "sync.lock").unlink()
     ended = project.run("run", "sync")
-    assert ended.code == 11
-    assert ended.err.startswith(f"The ledger {project.state}/ledger.db is busy.")
+    assert ended.code == 5
+    assert f"The log of the ledger {project.state}/ledger.db cannot be written back." in ended.err
     os.kill(worker, signal.SIGCONT)
     assert project.finish(process).code == 14
     assert run_row(project) == ("interrupted", "", 2)
