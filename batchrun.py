@@ -58,7 +58,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import MISSING, Field, FrozenInstanceError, field, fields, is_dataclass
+from dataclasses import MISSING, Field, FrozenInstanceError, field, fields, is_dataclass, replace
 from datetime import date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
 from itertools import islice, pairwise
@@ -526,7 +526,10 @@ def reach(point: str, number: int = 0) -> None:
 def _act(action: str) -> None:
     """Do what a named point asks for: kill, kill-supervisor, kill-both, stop, or an errno name."""
     if action in ("kill-supervisor", "kill-both"):
-        os.kill(os.getppid(), signal.SIGKILL)
+        parent = os.getppid()
+        os.kill(parent, signal.SIGKILL)
+        while os.getppid() == parent:
+            time.sleep(0.001)
     if action in ("kill", "kill-both"):
         os.kill(os.getpid(), signal.SIGKILL)
     if action == "stop":
@@ -728,6 +731,12 @@ def write_all(descriptor: int, content: bytes) -> None:
         content = content[os.write(descriptor, content) :]
 
 
+def write_line(descriptor: int, text: str) -> None:
+    """Write a line past all buffers; a closed or full output never stops a run."""
+    with contextlib.suppress(OSError):
+        write_all(descriptor, f"{text}\n".encode(errors="replace"))
+
+
 def prepare_file(directory: int, name: str, content: bytes) -> str:
     """Write a file whole and durable under a temporary name, and return that name.
 
@@ -841,6 +850,16 @@ def parse_duration(text: object) -> float:
         raise ValueError('a duration with its unit is wanted, such as "90s", "3m" or "1h30m"')
     amounts = zip(found.groups(), _UNITS_S.values(), strict=True)
     return sum(float(amount) * unit_s for amount, unit_s in amounts if amount)
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration for people, `2h05m`, `3m20s`, `8s`."""
+    whole = int(seconds)
+    if whole >= 86_400:
+        return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
 def parse_size(text: object) -> int:
@@ -3174,6 +3193,110 @@ class Maintenance:
             )
 
 
+class StateDirectory:
+    """The folder that holds ledger, checkpoints, locks and logs."""
+
+    def __init__(self, config: Config, host: Host) -> None:
+        self._config, self._host = config, host
+        self.path = config.state
+        self.ledger_path = config.state / "ledger.db"
+
+    def require_fit(self, *, create: bool, write: bool = True) -> None:
+        """Check that the folder can be trusted with a ledger, and make it if allowed.
+
+        Raises:
+            NotFound: it is not there and was not to be made.
+            StateDirectoryError: owner, mode, file system, or room.
+        """
+        if not self.path.exists():
+            if not create:
+                raise NotFound(
+                    f"There is no state directory at {self.path}.",
+                    unchanged="Nothing was made.",
+                    todo="Is it the right configuration? A first run makes it: batchrun run JOB",
+                )
+            self._require_file_system(self.path.parent)
+            self._make()
+        found = self.path.stat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise self._unfit("it is not a folder", f"See what it is: ls -ld {self.path}")
+        if write:
+            self._require_owner(found)
+        self._require_file_system(self.path)
+        if write and self._host.free_bytes(self.path) < self._config.min_free_bytes:
+            raise StateDirectoryError(
+                f"Disk full: less than {self._config.min_free_bytes:,} bytes are free"
+                f" at {self.path}.",
+                why="A run that cannot record what it does must not begin (min_free).",
+                unchanged="Nothing was started.",
+                todo="Make room, or lower min_free in the configuration.",
+            )
+
+    def _make(self) -> None:
+        try:
+            make_private_folder(self.path)
+        except OSError as error:
+            todo = f"Make its parent writable for this user: ls -ld {self.path.parent}"
+            raise self._unfit(f"it cannot be made: {error.strerror}", todo) from error
+
+    def _require_owner(self, found: os.stat_result) -> None:
+        if found.st_uid != os.geteuid():
+            owner = self._host.user_name(found.st_uid)
+            again = f"sudo -u {owner} {command_line_text()}"
+            raise self._unfit(f"it belongs to {owner}", f"Type: {again}")
+        if found.st_mode & 0o022:
+            todo = f"Type: chmod go-w {self.path}"
+            raise self._unfit("others may write to it", todo)
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise self._unfit("it is read-only", f"See: ls -ld {self.path}; df {self.path}")
+
+    def _require_file_system(self, path: Path) -> None:
+        kind = self._host.file_system(path.resolve())
+        if kind.startswith(NETWORK_FILE_SYSTEMS):
+            why = f"it is on a network file system ({kind}), where locks are not reliable"
+            raise self._unfit(why, "Put `state` on a local disk in the configuration.")
+
+    def warning(self) -> str:
+        """Return why files here may vanish, or nothing."""
+        kind = self._host.file_system(self.path.resolve())
+        if kind in VOLATILE_FILE_SYSTEMS:
+            return f"warning: {self.path} is on {kind}: a reboot loses every checkpoint"
+        if any(self.path.resolve().is_relative_to(folder) for folder in VOLATILE_FOLDERS):
+            return (
+                f"warning: {self.path} is where cleaners delete files, lock files in use included"
+            )
+        return ""
+
+    def _unfit(self, why: str, todo: str) -> StateDirectoryError:
+        what = f"The state directory {self.path} cannot be used: {why}."
+        return StateDirectoryError(what, unchanged="Nothing was changed.", todo=todo)
+
+    def open_ledger(self, *, create: bool, write: bool = True) -> Ledger:
+        """Open the ledger; a missing one is a loss if there are checkpoints."""
+        witnesses = any((self.path / "checkpoints").glob("*/*.json"))
+        how = {"create": create, "witnesses": witnesses, "write": write}
+        return open_ledger(self.ledger_path, self._host, **how)
+
+    def lock_path(self, job: str) -> Path:
+        """Return where the lock of a job is."""
+        return self.path / "locks" / f"{job}.lock"
+
+    def store(self, job: str) -> CheckpointStore:
+        """Return the checkpoints of a job."""
+        return CheckpointStore(self.path / "checkpoints" / job)
+
+    def stores(self) -> list[CheckpointStore]:
+        """Return the checkpoints of every job that has some, also of one no longer configured."""
+        return [CheckpointStore(path) for path in sorted((self.path / "checkpoints").glob("*/"))]
+
+
+def command_line_text() -> str:
+    """Return the command that is running, as it can be typed again."""
+    import shlex  # only in a letter
+
+    return shlex.join(["batchrun", *sys.argv[1:]])
+
+
 # ======================================================================================
 # 8. Jobs: what a job is, and what it is given; sources
 # ======================================================================================
@@ -3420,6 +3543,15 @@ class JobFrame:
             raise Interrupted
 
 
+def error_text(error: BaseException) -> str:
+    """Return type and words of an exception, masked; of one that cannot be shown, its type."""
+    name = type(error).__name__
+    try:
+        return mask_secrets(f"{name}: {error}")
+    except Exception:  # noqa: BLE001 - the words are made by the job's own code
+        return name
+
+
 class CleanupStack:
     """What has to be released at the end of an attempt, in reverse order.
 
@@ -3443,7 +3575,7 @@ class CleanupStack:
             try:
                 release(reason)
             except BaseException as raised:  # noqa: BLE001 - one failing release must not stop the next
-                error = mask_secrets(f"{type(raised).__name__}: {raised}")
+                error = error_text(raised)
             elapsed_s = round(self._host.monotonic() - began, 6)
             self.releases.append({"name": name, "elapsed_s": elapsed_s, "error": error})
 
@@ -5633,6 +5765,12 @@ def only_unfinished(ledger: Ledger) -> Run:
 # Before step 6 the batch is done again; after it the ledger is repaired from the checkpoint. Fence
 # and rename share one write lock, which a takeover must also take. A failed fsync, rename or
 # COMMIT has an unknown outcome: the process cleans up, writes nothing more, and ends with 5.
+#
+# An attempt whose ending cannot be recorded (UNRECORDED) says so in its last words: a file without
+# a name, made by the supervisor, which takes them on a full disk too.
+
+SAID = "said"  # an event whose `why` is a line for people
+UNRECORDED = (ExitCode.STATE_DIRECTORY, ExitCode.LOST_OWNERSHIP, ExitCode.BUSY)
 
 
 @dataclass(frozen=True)
@@ -5641,12 +5779,13 @@ class Order:
 
     config: str
     job: str
-    run: int
+    run: int  # key of the run's row
     generation: int
-    lock: int
-    supervisor: int
-    batches: int | None
-    acceptances: list[str]
+    lock: int  # descriptor of the job's lock
+    last_words: int  # descriptor of the file for what the ledger cannot be told
+    supervisor: int  # pid of the process whose end ends the attempt
+    batches: int | None  # stop after so many
+    acceptances: list[str]  # changes that are accepted: `source`, `settings`
 
 
 class SafeStop(BaseException):
@@ -5654,11 +5793,18 @@ class SafeStop(BaseException):
 
 
 class Gate:
-    """The place between commits where an attempt may stop, and why it should."""
+    """The place between commits where an attempt may stop, and why it should.
+
+    Attributes:
+        stop: whether a stop was asked for.
+        request: what is requested of the run in the ledger.
+        shut: whether the job was told to end, by `SafeStop` or `Interrupted`; it may have caught
+            that, so from then on nothing is committed.
+    """
 
     def __init__(self, supervisor: int, batches: int | None) -> None:
         self._supervisor, self._batches_left = supervisor, batches
-        self.stop = False
+        self.stop = self.shut = False
         self.request: str | None = None
 
     def reason_to_stop(self) -> Reason:
@@ -5669,6 +5815,12 @@ class Gate:
             return Reason.STOP
         return Reason.NONE
 
+    def require_open(self) -> None:
+        """Raise `SafeStop` if the attempt is to end at this safe point."""
+        if self.shut or self.reason_to_stop():
+            self.shut = True
+            raise SafeStop
+
     def passed_a_batch(self) -> None:
         """Count one more batch of those that were asked for."""
         if self._batches_left is not None:
@@ -5676,7 +5828,14 @@ class Gate:
 
 
 class Worker:
-    """Drives the job's generator through one attempt."""
+    """Drives the job's generator through one attempt.
+
+    Attributes:
+        recorded: whether the ledger knows how the attempt ended.
+    """
+
+    _course: Course  # from `_prepare` on
+    _job: Job
 
     def __init__(self, order: Order, config: Config, ledger: Ledger, host: Host) -> None:
         self._order, self._config, self._ledger, self._host = order, config, ledger, host
@@ -5684,90 +5843,68 @@ class Worker:
         self._store = CheckpointStore(config.state / "checkpoints" / order.job)
         self._lock_path = config.state / "locks" / f"{order.job}.lock"
         self._run = ledger.run(order.run)
-        self._event = 0
-        self._settings_digest = ""
-        self._job_version = 0
-        self._course: Course | None = None
+        self._event, self._settings_digest = 0, ""
         self._context: Context[Any] | None = None
         self._generator: Any = None
-        self._marked_at = host.monotonic()
-        self._own_s = 0.0
-        self.unrecorded = ExitCode.FAILED
+        self._marked_at, self._own_s = host.monotonic(), 0.0
         self.gate = Gate(order.supervisor, order.batches)
+        self.recorded = False
 
     # -- one attempt -----------------------------------------------------------------------
 
-    def drive(self) -> AttemptEnd | None:
-        """Run the attempt to its end and record it.
-
-        Returns:
-            How it ended; None if nothing may be written any more (lost ownership, or an outcome
-            that only the next start can find out). The letter has been printed then.
-        """
+    def drive(self) -> AttemptEnd:
+        """Run the attempt to its end, release what it holds, record how it ended if that can be."""
         try:
-            context = self._prepare()
-            end = self._run_generator(context)
-        except BatchrunError as error:
-            end = letter_end(error)
-        except (SafeStop, Interrupted, KeyboardInterrupt):
-            end = self._stopped()
+            end = self._run_generator(self._prepare())
         except BaseException as error:  # noqa: BLE001 - whatever a job raises ends the attempt
-            end = self._raised(error)
-        releases = self._clean_up(end)
-        failed = [entry["name"] for entry in releases if entry["error"]]
-        if failed and end.ending == Ending.SUCCEEDED:
-            what = f"Everything was committed, but a cleanup failed: {', '.join(failed)}."
-            end = AttemptEnd(end.ending, end.exit_code, error=what)
-        if end.exit_code in (ExitCode.STATE_DIRECTORY, ExitCode.LOST_OWNERSHIP):
-            write_line(2, letter_text(end))
-            self.unrecorded = end.exit_code
-            return None
-        self._ledger.end_attempt(self._run, self._order.generation, end, releases)
-        reach("worker.ended")
+            end = self._end_of(error)
+        end, releases = self._clean_up(end)
+        if end.exit_code not in UNRECORDED:
+            try:
+                self._ledger.end_attempt(self._run, self._order.generation, end, releases)
+            except BatchrunError as error:
+                return letter_end(error)
+            self.recorded = True
+            reach("worker.ended")
         return end
 
     def _prepare(self) -> Context[Any]:
         """Import the job, check what its commits stand on, and make its context."""
+        order, host = self._order, self._host
         os.chdir(self._config.folder)
-        job = load_job(self._job_config)
+        self._job = job = load_job(self._job_config)
         settings = self._build_settings(job)
         identities = identity(settings, self._config.folder)
         self._settings_digest = settings_digest(identities)
-        self._job_version = job.version
-        checkpoint = self._read_checkpoint()
+        with disk_letters(self._store.folder, host):
+            checkpoint = self._read_checkpoint()
+            self._store.open()
         if checkpoint is not None:
             self._require_same_basis(job, checkpoint, settings)
         first = first_hash(self._ledger.uuid, self._run.id, self._settings_digest)
+        me = cast("ProcessIdentity", host.identify())
         basis = Basis(identities, job.version, first)
-        me = cast("ProcessIdentity", self._host.identify())
-        self._run = self._ledger.open_attempt(self._run, self._order.generation, me, basis)
-        self._store.open()
+        self._run = self._ledger.open_attempt(self._run, order.generation, me, basis)
+        self.gate.request = self._run.request
         self._event = self._ledger.newest_event()
-        self._course = Course.after(self._run, self._order.generation, checkpoint)
-        if checkpoint is not None and checkpoint.job_version != job.version:
-            convert = job.resumes[checkpoint.job_version]
-            self._course.cursor = convert(self._course.cursor)
-        acceptances = frozenset(self._order.acceptances)
-        context: Context[Any] = Context(settings, self._course, self, self._job_config, acceptances)
-        success = self._ledger.last_success(self._order.job)
-        context._last_success_read = success.read if success else None
-        self._context, self._job = context, job
-        return context
+        self._course = course = Course.after(self._run, order.generation, checkpoint)
+        if checkpoint is not None and course.loop and checkpoint.job_version != job.version:
+            course.cursor = job.resumes[checkpoint.job_version](course.cursor)
+        accepted = frozenset(order.acceptances)
+        self._context = Context(settings, course, self, self._job_config, accepted)
+        success = self._ledger.last_success(order.job)
+        self._context._last_success_read = success.read if success else None
+        return self._context
 
     def _build_settings(self, job: Job) -> Any:
-        if job.settings is None:
-            if self._job_config.settings:
-                names = ", ".join(self._job_config.settings)
-                message = f"The job {self._order.job} has no settings, but {names} is given."
-                raise ConfigurationError(message, unchanged="Nothing was begun.")
-            return None
-        return build_settings(
-            job.settings,
-            self._job_config.settings,
-            job=self._order.job,
-            overrides=self._run.overrides,
-            folder=self._config.folder,
-        )
+        raw, name = self._job_config.settings, self._order.job
+        if job.settings is not None:
+            overrides, folder = self._run.overrides, self._config.folder
+            return build_settings(job.settings, raw, job=name, overrides=overrides, folder=folder)
+        if raw:
+            message = f"The job {name} has no settings, but {', '.join(raw)} is given."
+            raise ConfigurationError(message, unchanged="Nothing was begun.")
+        return None
 
     def _read_checkpoint(self) -> Checkpoint | None:
         """Return where to go on; the admission has made file and ledger agree."""
@@ -5781,90 +5918,101 @@ class Worker:
 
     def _require_same_basis(self, job: Job, checkpoint: Checkpoint, settings: object) -> None:
         """Refuse to go on with other settings, or with a checkpoint of a version unknown to us."""
-        known = [job.version, *job.resumes]
+        name, run = self._order.job, self._run
+        known = sorted({job.version, *job.resumes})
+        stands = "Nothing was done; the checkpoint stands."
         if checkpoint.job_version not in known:
             raise PersonNeeded(
-                f"The checkpoint of run {self._run.id} was written by version"
-                f" {checkpoint.job_version} of the job {self._order.job}.",
-                why=f"The job's file understands: {', '.join(map(str, sorted(known)))}.",
-                unchanged="Nothing was done; the checkpoint stands.",
+                f"The checkpoint of run {run.id} was written by version"
+                f" {checkpoint.job_version} of the job {name}.",
+                why=f"The job's file understands: {', '.join(map(str, known))}.",
+                unchanged=stands,
                 todo="Add a converter to @job(resumes={...}), install that version again, or type:"
-                f" batchrun run {self._order.job} --fresh",
+                f" batchrun run {name} --fresh",
             )
         if checkpoint.settings == self._settings_digest:
             return
-        changed = changed_settings(self._run.settings, settings, self._config.folder)
+        changed = changed_settings(run.settings, settings, self._config.folder)
         if changed and "settings" not in self._order.acceptances:
             raise PersonNeeded(
-                f"Settings of {self._order.job} changed since run {self._run.id} began:"
-                f" {', '.join(changed)}.",
-                why=f"Its {self._run.number} commits were made with the old ones.",
-                unchanged="Nothing was done; the checkpoint stands.",
-                todo=f"Put them back, or type one of:\n"
-                f"  batchrun run {self._order.job} --fresh\n"
-                f"  batchrun resume {self._run.id} --accept-settings",
+                f"Settings of {name} changed since run {run.id} began: {', '.join(changed)}.",
+                why=f"Its {run.number} commits were made with the old ones.",
+                unchanged=stands,
+                todo=f"Put them back, or type one of:\n  batchrun run {name} --fresh\n"
+                f"  batchrun resume {run.id} --accept-settings",
             )
 
     def _run_generator(self, context: Context[Any]) -> AttemptEnd:
         """Commit whatever the job yields, until it returns or the gate says stop."""
-        self.pass_gate()
-        generator = self._job(context)
-        self._generator = generator
+        self.gate.require_open()
+        self._generator = self._job(context)
         self._marked_at = self._host.monotonic()
         while True:
             with context._frame.switched(inside=True):
-                yielded = next(generator, self)
+                yielded = next(self._generator, self)
             if yielded is self:
                 context._require_complete()
-                return self._succeeded()
+                rejected = self._course.rejected
+                code = ExitCode.DONE_WITH_REJECTS if rejected else ExitCode.DONE
+                return AttemptEnd(Ending.SUCCEEDED, code)
             context._receive(yielded)
             self.gate.passed_a_batch()
-            if self.gate.reason_to_stop():
-                return self._stopped()
-
-    @property
-    def frame(self) -> JobFrame | None:
-        """Return the job's frame, once there is a job."""
-        return self._context._frame if self._context else None
+            self.gate.require_open()
 
     # -- endings ---------------------------------------------------------------------------
 
-    def _succeeded(self) -> AttemptEnd:
-        course = cast("Course", self._course)
-        code = ExitCode.DONE_WITH_REJECTS if course.rejected else ExitCode.DONE
-        return AttemptEnd(Ending.SUCCEEDED, code)
-
-    def _stopped(self) -> AttemptEnd:
-        reason = self.gate.reason_to_stop() or Reason.STOP
-        return AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, reason)
-
-    def _raised(self, error: BaseException) -> AttemptEnd:
-        """Keep what the job raised: the traceback in the log, one line in the ledger."""
-        import traceback  # only when something went wrong
-
-        write_line(2, mask_secrets("".join(traceback.format_exception(error))))
+    def _end_of(self, error: BaseException) -> AttemptEnd:
+        """Return the attempt's end for what was raised; a job told to end may raise anything."""
+        if isinstance(error, BatchrunError) and error.exit_code in UNRECORDED:
+            return letter_end(error)
+        if self.gate.shut or isinstance(error, SafeStop | Interrupted | KeyboardInterrupt):
+            by_key = isinstance(error, KeyboardInterrupt)
+            code = ExitCode.INTERRUPTED if by_key else ExitCode.STOPPED
+            return AttemptEnd(Ending.STOPPED, code, self.gate.reason_to_stop() or Reason.STOP)
+        if isinstance(error, BatchrunError):
+            return letter_end(error)
+        log_traceback(error)
         current = self._context._current if self._context else None
         where = f" in batch {current.number}" if current else ""
-        what = mask_secrets(f"The job raised {type(error).__name__}: {error}{where}.")
+        what = f"The job raised {error_text(error)}{where}."
         return AttemptEnd(Ending.RAISED, ExitCode.FAILED, error=what)
 
-    def _clean_up(self, end: AttemptEnd) -> list[dict[str, Any]]:
-        """Release what the job holds, in reverse order; outside its frame, so uninterrupted."""
+    def _clean_up(self, end: AttemptEnd) -> tuple[AttemptEnd, list[dict[str, Any]]]:
+        """Release what the job holds, in reverse order; outside its frame, so uninterrupted.
+
+        Returns:
+            The end, to which failed releases are added but which they never hide; all releases.
+        """
         if self._context is None:
-            return []
+            return end, []
         self._context._frame.inside = False
+        cleanups = self._context._cleanups
         if self._generator is not None:
-            self._context._cleanups.push("the job's own frame", lambda _: self._generator.close())
+            cleanups.push("the job's own frame", lambda _: self._generator.close())
         succeeded = end.ending == Ending.SUCCEEDED
-        self._context._cleanups.unwind(None if succeeded else JobError(end.error or end.ending))
-        return self._context._cleanups.releases
+        cleanups.unwind(None if succeeded else JobError(end.error or end.ending))
+        failed = [f"{r['name']}: {r['error']}" for r in cleanups.releases if r["error"]]
+        if failed:
+            done = "Everything was committed." if succeeded else ""
+            code = ExitCode.FINDINGS if done else end.exit_code
+            said = f"{end.error or done}\nA cleanup failed: {'; '.join(failed)}.".strip()
+            end = replace(end, exit_code=code, error=said)
+        return end, cleanups.releases
+
+    def interrupt(self) -> None:
+        """Raise `Interrupted` in the job's own frame, and commit nothing more."""
+        self.gate.stop = self.gate.shut = True
+        if self._context is not None:
+            self._context._frame.interrupt()
 
     # -- what the context asks for ------------------------------------------------------------
 
     def commit(self, link: Link) -> None:
         """Make one commit: the protocol at the head of this section."""
+        if self.gate.shut:
+            raise SafeStop
         began = self._host.monotonic()
-        course, context = cast("Course", self._course), cast("Context[Any]", self._context)
+        course, folder, host = self._course, self._store.folder, self._host
         self._require_within_limits(course, link)
         checkpoint = self._next_checkpoint(course, link)
         content, digest = checkpoint_bytes(checkpoint)
@@ -5872,26 +6020,29 @@ class Worker:
         if link.rejects and link.staged is None:
             self.stage_rejects(number, link)
         reach("commit.begun", number)
-        spent = self._spent(context, began)
-        temporary = self._prepare_file(content)
+        spent = self._spent(began)
+        with disk_letters(folder, host):
+            temporary = self._store.prepare(self._run.id, content)
+
+        def publish() -> None:
+            with disk_letters(folder, host, known=False):
+                self._store.publish(self._run.id, temporary, number)
+
         try:
             reach("commit.prepared", number)
             if not holds_lock(self._order.lock, self._lock_path):
                 raise lost_ownership(course.run, course.generation)
-            self.gate.request = self._ledger.commit(
-                course.run,
-                checkpoint,
-                content,
-                digest,
-                spent,
-                lambda: self._publish(temporary, number),
+            ledger = self._ledger
+            self.gate.request = ledger.commit(
+                course.run, checkpoint, content, digest, spent, publish
             )
         except BaseException:
             self._store.discard(temporary)
             raise
-        self._advance(course, checkpoint, digest, link)
-        self._own_s = self._host.monotonic() - began
+        behind = Course.after(course.run, course.generation, checkpoint)  # as a resume would
+        vars(course).update(vars(behind), hash=digest)
         self._marked_at = self._host.monotonic()
+        self._own_s = self._marked_at - began
 
     def _require_within_limits(self, course: Course, link: Link) -> None:
         limit = self._job_config.max_rejects
@@ -5905,8 +6056,9 @@ class Worker:
             todo=f"Mend the records, or raise max_rejects in [jobs.{self._order.job}].",
         )
 
-    def _spent(self, context: Context[Any], began: float) -> tuple[float, float, float]:
+    def _spent(self, began: float) -> tuple[float, float, float]:
         """Return seconds of reading, of the job's work, and of batchrun, since the last commit."""
+        context = cast("Context[Any]", self._context)
         batch = context._current
         mark_s = 0.0
         if batch is not None and batch._mark is not None:
@@ -5919,20 +6071,16 @@ class Worker:
     def _next_checkpoint(self, course: Course, link: Link) -> Checkpoint:
         """Return the body of the next checkpoint; the course itself is not advanced yet."""
         number = course.number + 1
-        counts = dict(course.counts)
-        for name, more in link.counts.items():
-            counts[name] = counts.get(name, 0) + more
-        passed = list(course.passed)
-        if link.kind == "loop":
-            passed.append(["loop", link.loop])
-        elif link.kind == "step":
-            passed.append(["step", link.loop, link.result])
+        result = [link.result] if link.kind == "step" else []
+        passed = [] if link.kind == "batch" else [[link.kind, link.loop, *result]]
+        before, more = course.counts, link.counts
+        counts = {name: before.get(name, 0) + more.get(name, 0) for name in before | more}
         return Checkpoint(
             ledger=self._ledger.uuid,
             event=self._event,
             operation=0,
             job=course.run.job,
-            job_version=self._job_version,
+            job_version=self._job.version,
             run=course.run.id,
             generation=course.generation,
             number=number,
@@ -5940,7 +6088,7 @@ class Worker:
             loop=link.loop,
             cursor=encode_cursor(link.cursor),
             ended=link.ended,
-            passed=passed,
+            passed=course.passed + passed,
             marks={**course.marks, link.loop: number} if link.marked else course.marks,
             totals={
                 "read": course.read + link.read,
@@ -5949,10 +6097,8 @@ class Worker:
                 "counts": counts,
             },
             link={
-                "read": link.read,
-                "rejected": link.rejected,
+                **{name: getattr(link, name) for name in ("read", "rejected", "counts")},
                 "staged": link.staged or course.generation,
-                "counts": link.counts,
                 "first_key": encode_cursor(link.first_key),
                 "last_key": encode_cursor(link.last_key),
                 "elapsed_s": round(self._host.monotonic() - link.began, 6) if link.began else 0.0,
@@ -5963,32 +6109,6 @@ class Worker:
             at=self._host.now(),
         )
 
-    def _prepare_file(self, content: bytes) -> str:
-        """Make the checkpoint's bytes durable under a temporary name (step 3)."""
-        try:
-            return self._store.prepare(self._run.id, content)
-        except OSError as error:
-            raise disk_letter(error, self._store.folder, self._host, known=True) from error
-
-    def _publish(self, temporary: str, number: int) -> None:
-        """Rename the checkpoint into place (step 6)."""
-        try:
-            self._store.publish(self._run.id, temporary, number)
-        except OSError as error:
-            raise disk_letter(error, self._store.folder, self._host, known=False) from error
-
-    def _advance(self, course: Course, checkpoint: Checkpoint, digest: str, link: Link) -> None:
-        """Let the course stand behind a commit that is durable now."""
-        course.number, course.hash = checkpoint.number, digest
-        course.passed, course.marks = checkpoint.passed, checkpoint.marks
-        course.read, course.rejected = checkpoint.totals["read"], checkpoint.totals["rejected"]
-        course.batches, course.counts = checkpoint.totals["batches"], checkpoint.totals["counts"]
-        if link.kind == "batch":
-            course.loop, course.cursor, course.ended = link.loop, link.cursor, link.ended
-            course.source = link.source
-        elif link.kind == "loop":
-            course.loop, course.cursor, course.ended, course.source = "", None, False, None
-
     def begin_batches(self, expected: int | None) -> None:
         """Move the run to `running`, right before its first batch is handed out."""
         self._ledger.begin_batches(self._run, self._order.generation, expected)
@@ -5997,7 +6117,7 @@ class Worker:
         """Store rejects that do not count before their batch is committed; refuse too many."""
         if not link.rejects:
             return
-        self._require_within_limits(cast("Course", self._course), link)
+        self._require_within_limits(self._course, link)
         masked = [
             Reject(mask_secrets(repr(r.record)), mask_secrets(r.reason)) for r in link.rejects
         ]
@@ -6005,8 +6125,7 @@ class Worker:
 
     def pass_gate(self) -> None:
         """Raise `SafeStop` if the attempt is to end at this safe point."""
-        if self.gate.reason_to_stop():
-            raise SafeStop
+        self.gate.require_open()
 
     def stop_is_asked(self) -> bool:
         """Tell whether the attempt is to stop at its next safe point."""
@@ -6027,38 +6146,42 @@ class Worker:
             self._ledger.note("worker", TARGET, where, run=self._run)
 
 
-SAID = "said"  # an event whose `why` is a line for people
+# -- letters -------------------------------------------------------------------------------
 
 
-def disk_letter(error: OSError, folder: Path, host: Host, *, known: bool) -> StateDirectoryError:
-    """Return what the file system refused as a letter; after step 6 the outcome is unknown."""
-    todo = f"Check the disk of {folder}, then type: batchrun resume"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) or host.free_bytes(folder) < LEDGER_ROOM_BYTES:
-        what = f"Disk full: a checkpoint cannot be written to {folder} ({error.strerror})."
-    else:
-        what = f"A checkpoint cannot be written to {folder}: {error.strerror}."
-    if known:
-        return StateDirectoryError(what, unchanged="The last commit stands.", todo=todo)
-    why = "Whether it is on the disk cannot be known from here; the next start finds out."
-    return OutcomeUnknown(what, why=why, todo=todo)
+@contextlib.contextmanager
+def disk_letters(folder: Path, host: Host, *, known: bool = True) -> Iterator[None]:
+    """Turn what the file system refuses into a letter; `known`: what is on the disk is as before.
+
+    Raises:
+        StateDirectoryError: nothing was changed.
+        OutcomeUnknown: in step 6 or 7 of a commit.
+    """
+    try:
+        yield
+    except OSError as error:
+        todo = f"Check the disk of {folder}, then type: batchrun resume"
+        what = f"A checkpoint cannot be read or written in {folder}: {error.strerror}."
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full or host.free_bytes(folder.parent) < LEDGER_ROOM_BYTES:
+            what = f"Disk full: a checkpoint cannot be written to {folder} ({error.strerror})."
+        if known:
+            stands = "The last commit stands."
+            raise StateDirectoryError(what, unchanged=stands, todo=todo) from error
+        why = "Whether it is on the disk cannot be known from here; the next start finds out."
+        raise OutcomeUnknown(what, why=why, todo=todo) from error
 
 
 def letter_end(error: BatchrunError) -> AttemptEnd:
     """Return a letter as an attempt's end."""
+    ending = Ending.RAISED
     if isinstance(error, SourceChanged):
-        return AttemptEnd(
-            Ending.CHANGED,
-            error.exit_code,
-            Reason.NONE,
-            f"{error.what}\n{error.why}",
-            error.unchanged,
-            error.todo,
-        )
-    refused = error.exit_code in (ExitCode.PERSON_NEEDED, ExitCode.USAGE, ExitCode.NOT_FOUND)
-    said = (error.what + ("\n" + error.why if error.why else ""), error.unchanged, error.todo)
-    what, unchanged, todo = map(mask_secrets, said)
-    ending = Ending.REFUSED if refused else Ending.RAISED
-    return AttemptEnd(ending, error.exit_code, Reason.NONE, what, unchanged, todo)
+        ending = Ending.CHANGED
+    elif error.exit_code in (ExitCode.PERSON_NEEDED, ExitCode.USAGE, ExitCode.NOT_FOUND):
+        ending = Ending.REFUSED
+    said = "\n".join(part for part in (error.what, error.why) if part)
+    error_text, unchanged, todo = map(mask_secrets, (said, error.unchanged, error.todo))
+    return AttemptEnd(ending, error.exit_code, Reason.NONE, error_text, unchanged, todo)
 
 
 def letter_text(end: AttemptEnd | Attempt) -> str:
@@ -6066,17 +6189,22 @@ def letter_text(end: AttemptEnd | Attempt) -> str:
     return "\n".join(part for part in (end.error, end.unchanged, end.todo) if part)
 
 
-def write_line(descriptor: int, text: str) -> None:
-    """Write a line past all buffers; a closed or full output never stops a run."""
-    with contextlib.suppress(OSError):
-        write_all(descriptor, f"{text}\n".encode(errors="replace"))
+def log_traceback(error: BaseException) -> None:
+    """Write a traceback to standard error, which is a worker's log."""
+    import traceback  # only when something went wrong
+
+    write_line(2, mask_secrets("".join(traceback.format_exception(error))))
+
+
+# -- the process -----------------------------------------------------------------------------
 
 
 def worker_main() -> NoReturn:
     """Be the worker of the order on the command line, and leave without running anything else."""
     order = Order(**json.loads(sys.argv[1]))
-    fcntl.fcntl(order.lock, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
-    code = ExitCode.FAILED
+    for descriptor in (order.lock, order.last_words):
+        fcntl.fcntl(descriptor, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+    end, recorded = AttemptEnd(Ending.DIED, ExitCode.FAILED, error="The worker failed."), False
     try:
         host = Host()
         host.volunteer_for_oom_kill()
@@ -6086,16 +6214,20 @@ def worker_main() -> NoReturn:
         worker = Worker(order, config, ledger, host)
         listen(worker)
         end = worker.drive()
-        code = end.exit_code if end else worker.unrecorded
+        recorded = worker.recorded
         ledger.close()
     except BatchrunError as error:
-        write_line(2, mask_secrets(str(error)))
-        code = error.exit_code
+        end = letter_end(error)
+    except BaseException as error:  # noqa: BLE001 - the process ends here, whatever it is
+        log_traceback(error)
     finally:
+        if not recorded:
+            write_line(2, letter_text(end))
+            write_line(order.last_words, json.dumps(vars(end)))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        os._exit(code)
+        os._exit(end.exit_code)
 
 
 def listen(worker: Worker) -> None:
@@ -6104,13 +6236,8 @@ def listen(worker: Worker) -> None:
     def stop(*_: object) -> None:
         worker.gate.stop = True
 
-    def interrupt(*_: object) -> None:
-        worker.gate.stop = True
-        if worker.frame is not None:
-            worker.frame.interrupt()
-
     signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGUSR1, interrupt)
+    signal.signal(signal.SIGUSR1, lambda *_: worker.interrupt())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
@@ -6126,14 +6253,18 @@ def listen(worker: Worker) -> None:
 #
 # Order at start: state directory, maintenance, job lock, ledger. A worker's exit code is diagnosis
 # and never evidence: the run's edge is made from the row that the worker recorded under its own
-# generation. The lock is released only when the worker's process group is proven empty.
+# generation. The lock is released if and only if nothing that the worker started lives any more;
+# on every other way out it stays locked until the last process that has it open is gone.
+#
+#   first stop     SIGTERM to the worker: it ends at its next safe point
+#   second stop    SIGUSR1, also when stop_grace is over: the batch is given up and rolled back
+#   third stop     SIGKILL, also 10 s after stop_grace at most: out; the run can be resumed
 
-TOLD_BY_THE_WORKER = (ExitCode.STATE_DIRECTORY, ExitCode.LOST_OWNERSHIP)  # it records no ending
 COUNTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WATCH_INTERVAL_S = 0.2
 ONE_STOP_S = {signal.SIGINT: 0.2}  # a second signal sooner than this is the same one
 ONE_STOP_DEFAULT_S = 1.0
-KILL_AFTER_INTERRUPT_S = 10.0
+KILL_AFTER_INTERRUPT_S = 10.0  # or stop_grace again, if that is less
 ORPHAN_GRACE_S = 2.0
 WORKER_BOOT = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); import batchrun; del sys.path[0]; "
@@ -6143,43 +6274,25 @@ WORKER_BOOT = (
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run is started: what a person or a timer asked for.
-
-    Attributes:
-        job: the configured job.
-        only_resume: go on with an unfinished run, begin no new one.
-        by_person: whether a person's pause is lifted by this start.
-        fresh: cancel the unfinished run first.
-        overrides: settings for this run, name -> text.
-        acceptances: changes that are accepted: `source`, `settings`.
-        batches: stop after so many batches.
-        in_process: run the worker's code in this interpreter.
-    """
+    """How a run is started: what a person or a timer asked for."""
 
     job: str
-    only_resume: bool = False
-    by_person: bool = False
-    fresh: bool = False
-    overrides: dict[str, str] = field(default_factory=dict)
-    acceptances: tuple[str, ...] = ()
-    batches: int | None = None
-    in_process: bool = False
+    only_resume: bool = False  # go on with an unfinished run, begin no new one
+    by_person: bool = False  # a person's pause is lifted by this start
+    fresh: bool = False  # cancel the unfinished run first
+    overrides: dict[str, str] = field(default_factory=dict)  # settings for this run, name -> text
+    acceptances: tuple[str, ...] = ()  # changes that are accepted: `source`, `settings`
+    batches: int | None = None  # stop after so many
+    in_process: bool = False  # run the worker's code in this interpreter
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command that runs a job ended.
-
-    Attributes:
-        run: the run as it stands; None if none was admitted.
-        letter: for the person, empty if all went well.
-        released: whether the job's lock was given back.
-    """
+    """How a command that runs a job ended: exit code, the run as it stands, a letter if any."""
 
     exit_code: ExitCode
     run: Run | None = None
     letter: str = ""
-    released: bool = True
 
 
 class Watcher(Protocol):
@@ -6195,6 +6308,8 @@ class Watcher(Protocol):
 class Supervisor:
     """Starts, watches and ends the attempts of one job's run."""
 
+    _ledger: Ledger  # from `run` on
+
     def __init__(self, config: Config, launch: Launch, host: Host, watcher: Watcher) -> None:
         self._config, self._launch, self._host, self._watcher = config, launch, host, watcher
         self._job_config = config.job(launch.job)
@@ -6205,7 +6320,7 @@ class Supervisor:
         self._me = cast("ProcessIdentity", host.identify())
         self._who = f"supervisor {self._me.pid}"
         self._stops = StopCounter(host)
-        self._ledger: Ledger = cast("Ledger", None)
+        self._nothing_lives = True  # of what our workers started
 
     # -- from start to end -------------------------------------------------------------------
 
@@ -6213,109 +6328,110 @@ class Supervisor:
         """Admit a run and see it to its end.
 
         Raises:
-            BatchrunError: nothing was admitted; the letter says why.
+            BatchrunError: nothing was admitted, or its end could not be recorded; says which.
         """
         self._stops.begin()
         self._state.require_fit(create=not self._launch.only_resume)
         self._ledger = self._state.open_ledger(create=not self._launch.only_resume)
         try:
-            self._require_no_maintenance()
-            self._require_lock()
-            return self._run_with_lock()
-        finally:
-            self._ledger.close()
-
-    def _require_no_maintenance(self) -> None:
-        """Look before anything is loaded or locked; the admission looks again."""
-        try:
-            self._maintenance.require_open()
+            self._maintenance.require_open()  # the admission looks again
+            self._host.notify_systemd("READY=1")
+            if not self._take_lock():
+                self._watcher.say("stopped while waiting; nothing was started")
+                return Outcome(self._stops.exit_code())
+            self._host.become_subreaper()
+            self._code = code_digest()
+            outcome = self._run_until_done()
+            with contextlib.suppress(BatchrunError):  # what is recorded is durable already
+                self._ledger.shorten_log()
+            return outcome  # noqa: TRY300 - an else would not belong to the refusal below
         except MaintenanceOn as refusal:
             self._ledger.note(self._who, "refused: maintenance", refusal.what, job=self._launch.job)
             raise
+        finally:
+            self._ledger.close()
+            if self._lock.descriptor >= 0 and self._nothing_lives:
+                self._lock.release()
 
-    def _require_lock(self) -> None:
-        """Take the job's lock; wait only for an orphaned worker that commits its last batch."""
-        until = self._host.monotonic() + self._job_config.stop_grace_s
-        told = False
+    def _take_lock(self) -> bool:
+        """Take the job's lock; wait only for an orphaned worker that commits its last batch.
+
+        Returns:
+            False if a stop was asked for while waiting.
+        """
+        until, told = self._host.monotonic() + self._job_config.stop_grace_s, False
         while not self._lock.acquire():
             run = self._ledger.unfinished(self._launch.job)
             attempt = self._ledger.last_attempt(run) if run else None
             orphaned = attempt is not None and not self._host.is_alive(attempt.supervisor)
-            if not orphaned or self._host.monotonic() > until or self._stops.count:
+            if not orphaned or self._host.monotonic() > until:
                 raise self._busy(attempt)
             if not told:
                 owners = ", ".join(map(str, self._lock.owners(self._host)))
-                self._watcher.say(
-                    f"waiting for pid {owners}, which a killed supervisor left behind"
-                )
+                said = f"waiting for pid {owners}, which a killed supervisor left behind"
+                self._watcher.say(said)
                 told = True
             self._stops.wait(WATCH_INTERVAL_S)
+            if self._stops.count:
+                return False
+        return True
 
     def _busy(self, attempt: Attempt | None) -> Busy:
         """Record the refused start and return the letter that names who is in the way."""
         owners = []
-        for pid in self._lock.owners(self._host):
-            process = self._host.identify(pid)
-            if process is not None:
-                age_s = self._host.age_s(process)
-                frozen = ", stopped" if self._host.is_stopped(process) else ""
-                owners.append(f"pid {pid} (for {duration_text(age_s)}{frozen})")
+        for process in filter(None, map(self._host.identify, self._lock.owners(self._host))):
+            frozen = ", stopped" if self._host.is_stopped(process) else ""
+            age = duration_text(self._host.age_s(process))
+            owners.append(f"pid {process.pid} (for {age}{frozen})")
         who = ", ".join(owners) or "a process that has just ended"
         times = self._ledger.refused_since_success(self._launch.job) + 1
         since = f", since {attempt.began_at}" if attempt else ""
         again = f" This is refusal {times} since its last success." if times > 2 else ""
-        letter = Busy(
-            f"{self._launch.job} is busy: {who} runs it{since}.{again}",
+        what = f"{self._launch.job} is busy: {who} runs it{since}.{again}"
+        self._ledger.note(self._who, "refused: busy", what, job=self._launch.job)
+        return Busy(
+            what,
             unchanged="Nothing was started; the refusal is recorded.",
             todo=f"See `batchrun status {self._launch.job}`.",
         )
-        self._ledger.note(self._who, "refused: busy", letter.what, job=self._launch.job)
-        return letter
 
-    def _run_with_lock(self) -> Outcome:
-        """Admit and attempt, while the lock is ours; give it back if nothing can still write."""
-        outcome = Outcome(ExitCode.FAILED, released=False)
-        try:
-            self._host.become_subreaper()
-            outcome = self._admit_and_attempt(self._launch)
-        except BatchrunError:
-            self._lock.release()
-            raise
-        if outcome.released:
-            self._ledger.shorten_log()
-            self._lock.release()
+    def _run_until_done(self) -> Outcome:
+        """Make one attempt, and begin anew if its source changed and the job wants that."""
+        if self._launch.only_resume and self._ledger.unfinished(self._launch.job) is None:
+            return Outcome(ExitCode.DONE, self._ledger.latest(self._launch.job))
+        outcome = self._attempt(self._admit())
+        while (run := outcome.run) is not None and self._found_another_source(run):
+            if run.fresh_in_a_row >= self._job_config.max_fresh:
+                what = f"The source of {run.job} changed {run.fresh_in_a_row + 1} times in a row."
+                todo = f"Let the source stand still, or type: batchrun run {run.job} --fresh"
+                stands = f"Run {run.id} stands as it is."
+                letter = str(PersonNeeded(what, unchanged=stands, todo=todo))
+                return Outcome(ExitCode.PERSON_NEEDED, run, letter)
+            reason = "its source changed"
+            self._watcher.say(f"run {run.id} is cancelled, {reason}; a new one begins")
+            outcome = self._attempt(self._admit(fresh_reason=reason))
         return outcome
 
-    def _admit_and_attempt(self, launch: Launch) -> Outcome:
-        admission = self._admit(launch)
-        if admission.generation == 0:
-            return Outcome(ExitCode.DONE, admission.run)
-        for line in admission.said:
-            self._watcher.say(line)
-        if admission.run.number:
-            where = f"after commit {admission.run.number}, {admission.run.read:,} records read"
-            self._watcher.say(f"run {admission.run.id} goes on {where}")
-        outcome = self._attempt(admission)
-        return self._start_fresh(outcome) if self._wants_fresh(outcome) else outcome
+    def _found_another_source(self, run: Run) -> bool:
+        """Tell whether the attempt found a changed source that the job wants to begin anew with."""
+        wanted = self._job_config.on_changed_source == "fresh" and not self._launch.only_resume
+        attempt = self._ledger.last_attempt(run) if wanted else None
+        changed = attempt is not None and attempt.ending == Ending.CHANGED
+        return changed and run.state == RunState.FAILED
 
-    def _admit(self, launch: Launch, fresh_reason: str = "") -> Admission:
+    def _admit(self, fresh_reason: str = "") -> Admission:
         """Make what was read durable after an unclean end, then admit in one transaction."""
-        unfinished = self._ledger.unfinished(launch.job)
+        launch, job = self._launch, self._launch.job
+        self._require_same_code()
+        unfinished = self._ledger.unfinished(job)
         require_witnesses_known(self._ledger, self._store)
         last = self._ledger.last_attempt(unfinished) if unfinished else None
         left = unfinished is not None and unfinished.state in OWNED
-        unclean = left or (last is not None and last.ending is None)
-        if unclean:
-            self._ledger.make_durable()
-        self._store.open()
-        self._store.sweep()
-        retire_witnesses(self._ledger, self._store)
-        run_id = os.urandom(5).hex()
-        again = unfinished.fresh_in_a_row + 1 if unfinished and fresh_reason else 0
+        unclean = left or (last is not None and last.ending in (None, Ending.DIED))
         start = Start(
             owner=self._me,
             who=self._who,
-            run_id=run_id,
+            run_id=os.urandom(5).hex(),
             log="",
             require_admission=self._maintenance.require_open,
             require_may_go_on=self._require_may_go_on,
@@ -6325,19 +6441,25 @@ class Supervisor:
             only_resume=launch.only_resume,
             fresh=launch.fresh or bool(fresh_reason),
             fresh_reason=fresh_reason or "a fresh start was asked for",
-            fresh_in_a_row=again,
+            fresh_in_a_row=unfinished.fresh_in_a_row + 1 if unfinished and fresh_reason else 0,
         )
-        try:
-            return self._ledger.admit(
-                launch.job,
-                start,
-                lambda run: agree(self._ledger, self._store, run, anew=unclean),
+        with disk_letters(self._store.folder, self._host):
+            if unclean:
+                self._ledger.make_durable()
+            self._store.open()
+            self._store.sweep()
+            retire_witnesses(self._ledger, self._store)
+            judge = functools.partial(agree, self._ledger, self._store, anew=unclean)
+            return self._ledger.admit(job, start, judge)
+
+    def _require_same_code(self) -> None:
+        """Refuse to start a worker of another batchrun than this one."""
+        if code_digest() != self._code:
+            raise CodeChanged(
+                f"{__file__} was replaced while this batchrun was running.",
+                unchanged="No other attempt was started.",
+                todo=f"The next `batchrun run {self._launch.job}` goes on with the new one.",
             )
-        except MaintenanceOn as refusal:
-            self._ledger.note(self._who, "refused: maintenance", refusal.what, job=launch.job)
-            raise
-        except OSError as error:
-            raise disk_letter(error, self._store.folder, self._host, known=True) from error
 
     def _require_may_go_on(self, run: Run) -> None:
         """Refuse a run that a person paused, unless a person starts it."""
@@ -6353,116 +6475,120 @@ class Supervisor:
 
     def _attempt(self, admission: Admission) -> Outcome:
         """Run one worker to its end and make the run's edge from what it recorded."""
-        order = Order(
-            config=str(self._config.path),
-            job=self._launch.job,
-            run=admission.run.key,
-            generation=admission.generation,
-            lock=self._lock.descriptor,
-            supervisor=os.getppid() if self._launch.in_process else os.getpid(),
-            batches=self._launch.batches,
-            acceptances=list(self._launch.acceptances),
-        )
+        run, generation = admission.run, admission.generation
+        for line in admission.said:
+            self._watcher.say(line)
+        if generation == 0:
+            return self._outcome(run)
+        if run.number:
+            where = f"after commit {run.number}, {run.read:,} records read"
+            self._watcher.say(f"run {run.id} goes on {where}")
+        order = self._order(run, generation)
         if self._launch.in_process:
             return self._attempt_in_process(admission, order)
-        self._host.notify_systemd("READY=1")
-        worker = WorkerProcess(order, self._config, admission.run, self._host)
-        self._watch(worker, admission.run)
-        proven = worker.end_group()
-        signal_number = -worker.status if worker.status < 0 else None
-        seen = AttemptEnd(Ending.DIED, ExitCode.FAILED, error=worker.words())
-        run = self._ledger.settle(
-            admission.run,
-            admission.generation,
-            seen,
-            signal=signal_number,
-            peak_rss_bytes=worker.peak_rss_bytes,
-        )
+        shown = self._ledger.newest_event()
+        try:
+            worker = WorkerProcess(order, self._log(run), run, self._host)
+        except BatchrunError as refusal:
+            seen = replace(letter_end(refusal), ending=Ending.DIED)
+            return self._outcome(self._ledger.settle(run, generation, seen))
+        self._nothing_lives = False
+        self._watch(worker, run, shown)
+        self._nothing_lives = worker.end_group()
+        ended = {"signal": worker.ended_by, "peak_rss_bytes": worker.peak_rss_bytes}
+        run = self._ledger.settle(run, generation, worker.seen_end(), **ended)
         self._watcher.progress(run)
-        return self._outcome(run, worker.status, released=proven)
+        return self._outcome(run)
+
+    def _order(self, run: Run, generation: int) -> Order:
+        launch = self._launch
+        return Order(
+            config=str(self._config.path),
+            job=run.job,
+            run=run.key,
+            generation=generation,
+            lock=self._lock.descriptor,
+            last_words=os.memfd_create("last words"),
+            supervisor=os.getppid() if launch.in_process else os.getpid(),
+            batches=launch.batches,
+            acceptances=list(launch.acceptances),
+        )
 
     def _attempt_in_process(self, admission: Admission, order: Order) -> Outcome:
-        """Run the worker's code here, for debuggers and tests."""
+        """Run the worker's code here, for debuggers and tests; the lock is kept to our end."""
+        self._nothing_lives = False
         worker = Worker(order, self._config, self._ledger, self._host)
         listen(worker)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         end = worker.drive()
-        if end is None:
-            return Outcome(worker.unrecorded, self._ledger.run(admission.run.key))
-        run = self._ledger.settle(admission.run, admission.generation, end)
-        return self._outcome(run, 0, released=True)
+        sys.stdout.flush()
+        if not worker.recorded:
+            run = self._ledger.run(admission.run.key)
+            return Outcome(end.exit_code, run, letter_text(end))
+        return self._outcome(self._ledger.settle(admission.run, admission.generation, end))
 
-    def _watch(self, worker: WorkerProcess, run: Run) -> None:
-        """Wait for the worker, pass stops on to it, and show progress."""
-        shown = self._ledger.newest_event()
-        while not worker.has_ended():
-            self._stops.wait(WATCH_INTERVAL_S)
-            self._pass_stops_on(worker)
+    def _watch(self, worker: WorkerProcess, run: Run, shown: int) -> None:
+        """Wait for the worker, pass stops on to it, show progress and what is said from now on."""
+        ended = False
+        while not ended:
+            ended = worker.has_ended()
             for event in self._ledger.said_since(run, shown):
                 self._watcher.say(event.why)
                 shown = event.id
-            self._watcher.progress(self._ledger.run(run.key))
+            if not ended:
+                self._watcher.progress(self._ledger.run(run.key))
+                self._stops.wait(WATCH_INTERVAL_S)
+                self._pass_stops_on(worker)
 
     def _pass_stops_on(self, worker: WorkerProcess) -> None:
-        """First stop: next safe point. Second, or grace over: interrupt. Then: out."""
+        """Ask the worker as strongly as the stops so far demand; see the head of this section."""
         stops, waited_s = self._stops.count, self._stops.waited_s()
         grace_s = self._job_config.stop_grace_s
-        if stops >= 3 or waited_s > grace_s + KILL_AFTER_INTERRUPT_S:
+        if stops >= 3 or waited_s > grace_s + min(grace_s, KILL_AFTER_INTERRUPT_S):
             worker.ask(signal.SIGKILL)
-        elif stops >= 2 or waited_s > grace_s:
+        elif stops == 2 or waited_s > grace_s:
             worker.ask(signal.SIGUSR1)
         elif stops:
             worker.ask(signal.SIGTERM)
 
     # -- endings ---------------------------------------------------------------------------------
 
-    def _outcome(self, run: Run, status: int, *, released: bool) -> Outcome:
+    def _outcome(self, run: Run) -> Outcome:
         """Return exit code and letter for the state that a run has come to."""
         attempt = cast("Attempt", self._ledger.last_attempt(run))
+        code = ExitCode(attempt.exit_code or ExitCode.DONE)
         if run.state == RunState.SUCCEEDED:
-            code = ExitCode(attempt.exit_code or 0)
-            return Outcome(code, run, attempt.error or "", released=released)
+            return Outcome(code, run, attempt.error or "")
+        asked = code if code == ExitCode.INTERRUPTED else self._stops.exit_code()
         if run.state in (RunState.PAUSED, RunState.CANCELLED):
-            by_key = self._stops.first == signal.SIGINT and run.reason == Reason.STOP
-            code = ExitCode.INTERRUPTED if by_key else ExitCode.STOPPED
-            return Outcome(code, run, "", released=released)
-        code = ExitCode(attempt.exit_code or ExitCode.FAILED)
+            by_itself = code in (ExitCode.STOPPED, ExitCode.INTERRUPTED)
+            return Outcome(asked, run, (by_itself and attempt.error) or "")
         if run.state == RunState.INTERRUPTED and self._stops.count:
-            code = ExitCode.STOPPED
-        elif run.state == RunState.INTERRUPTED and status in TOLD_BY_THE_WORKER:
-            code = ExitCode(status)
-        return Outcome(code, run, self._letter(run, attempt), released=released)
+            code = asked
+        return Outcome(code, run, self._letter(run, attempt))
 
     def _letter(self, run: Run, attempt: Attempt) -> str:
         """Return what happened, what stands, and what to type."""
-        log = self._config.state / "logs" / run.job / f"{run.id}.log"
-        text = letter_text(attempt)
+        text = f"{run.job}: run {run.id} {run.state}.\n{letter_text(attempt)}"
         if not attempt.unchanged:
             text += f"\nCommit {run.number} stands: {run.read:,} records are done."
         if not attempt.todo:
-            text += f"\nThe log: {log}\nTo go on: batchrun resume {run.id}"
-        return f"{run.job}: run {run.id} {run.state}.\n{text}"
+            text += f"\nThe log: {self._log(run)}\nTo go on: batchrun resume {run.id}"
+        return text
 
-    def _wants_fresh(self, outcome: Outcome) -> bool:
-        """Tell whether the attempt found a changed source that the job wants to begin anew with."""
-        run = outcome.run
-        if run is None or run.state != RunState.FAILED or self._launch.only_resume:
-            return False
-        attempt = self._ledger.last_attempt(run)
-        changed = attempt is not None and attempt.ending == Ending.CHANGED
-        return changed and self._job_config.on_changed_source == "fresh"
+    def _log(self, run: Run) -> Path:
+        return self._config.state / "logs" / run.job / f"{run.id}.log"
 
-    def _start_fresh(self, outcome: Outcome) -> Outcome:
-        """Cancel the run whose source changed and begin a new one, but not again and again."""
-        run = cast("Run", outcome.run)
-        if run.fresh_in_a_row >= self._job_config.max_fresh:
-            what = f"The source of {run.job} changed {run.fresh_in_a_row + 1} times in a row."
-            todo = f"Let the source stand still, or type: batchrun run {run.job} --fresh"
-            letter = PersonNeeded(what, unchanged=f"Run {run.id} stands as it is.", todo=todo)
-            return Outcome(ExitCode.PERSON_NEEDED, run, str(letter), released=outcome.released)
-        reason = "its source changed"
-        self._watcher.say(f"run {run.id} is cancelled, {reason}; a new one begins")
-        return self._attempt(self._admit(self._launch, fresh_reason=reason))
+
+class CodeChanged(BatchrunError):
+    """batchrun itself was replaced under a running supervisor."""
+
+    exit_code = ExitCode.STOPPED
+
+
+def code_digest() -> str:
+    """Return the digest of the file that this code is in."""
+    return sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 class StopCounter:
@@ -6474,23 +6600,27 @@ class StopCounter:
     def __init__(self, host: Host) -> None:
         self._host = host
         self.count = 0
-        self.first: signal.Signals | None = None
+        self._first: signal.Signals | None = None
         self._first_at = self._last_at = 0.0
 
     def begin(self) -> None:
-        """Block what is counted, and SIGCHLD, so that `wait` ends early when a worker does."""
+        """Block what is counted, SIGCHLD (`wait` ends early with a worker), and our timer's."""
         counted = [s for s in COUNTED_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
-        self._waited_for = {*counted, signal.SIGCHLD}
+        self._waited_for = {*counted, signal.SIGCHLD, signal.SIGALRM}
         signal.pthread_sigmask(signal.SIG_BLOCK, self._waited_for)
 
     def wait(self, seconds: float) -> None:
-        """Wait for the next signal, but not longer than so many seconds."""
-        taken = signal.sigtimedwait(self._waited_for, seconds)
-        if taken is None or taken.si_signo not in self._waited_for - {signal.SIGCHLD}:
-            return  # after SIGCONT Python returns numbers that are no signals
-        number, now = signal.Signals(taken.si_signo), self._host.monotonic()
+        """Wait for the next signal, but not longer than so many seconds; more than 0.
+
+        Not by sigtimedwait: CPython's makes signals up when the process is stopped and continued.
+        """
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        number = signal.Signals(signal.sigwait(self._waited_for))
+        if number not in COUNTED_SIGNALS:
+            return
+        now = self._host.monotonic()
         if self.count == 0:
-            self.first, self._first_at = number, now
+            self._first, self._first_at = number, now
         elif now - self._last_at < ONE_STOP_S.get(number, ONE_STOP_DEFAULT_S):
             return
         self.count += 1
@@ -6500,30 +6630,40 @@ class StopCounter:
         """Return the time since the first stop; 0 if there was none."""
         return self._host.monotonic() - self._first_at if self.count else 0.0
 
+    def exit_code(self) -> ExitCode:
+        """Return what a stop ends with: 130 if Ctrl-C was the first that was asked for."""
+        return ExitCode.INTERRUPTED if self._first == signal.SIGINT else ExitCode.STOPPED
+
 
 class WorkerProcess:
-    """The worker's process: started with the job's lock, in a process group of its own."""
+    """The worker's process: started with the job's lock, in a process group of its own.
 
-    def __init__(self, order: Order, config: Config, run: Run, host: Host) -> None:
+    Raises:
+        BatchrunError: its log cannot be opened, or the system has no room for another process.
+    """
+
+    def __init__(self, order: Order, log_path: Path, run: Run, host: Host) -> None:
         import subprocess  # 25 ms, supervisors only
 
-        self._host, self._asked = host, 0
-        self.status = 0
-        self.peak_rss_bytes: int | None = None
-        log = open_log(config.state / "logs" / run.job / f"{run.id}.log")
-        here = str(Path(__file__).resolve().parent)
-        command = [sys.executable, "-P", "-c", WORKER_BOOT, here, json.dumps(vars(order))]
+        self._host, self._asked, self._last_words = host, 0, order.last_words
+        self._exit, self.peak_rss_bytes = 0, 0
+        self._strangers = set(host.children())  # of whoever became this process by exec
+        log = open_log(log_path)
         context = {"BATCHRUN_RUN_ID": run.id, "BATCHRUN_GENERATION": str(order.generation)}
+        here = str(Path(__file__).resolve().parent)
         try:
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-P", "-c", WORKER_BOOT, here, json.dumps(vars(order))],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(order.lock,),
+                pass_fds=(order.lock, order.last_words),
                 process_group=0,
                 env={**os.environ, **context},
             )
+        except OSError as error:
+            message = f"The worker's process cannot be started: {error.strerror}."
+            raise BatchrunError(message, unchanged="Nothing was done.") from error
         finally:
             os.close(log)
         self.pid = self._process.pid
@@ -6532,155 +6672,88 @@ class WorkerProcess:
     def has_ended(self) -> bool:
         """Tell whether the worker is gone, and keep how."""
         pid, status, usage = os.wait4(self.pid, os.WNOHANG)
-        if pid == 0:
-            return False
-        self.status = self._process.returncode = os.waitstatus_to_exitcode(status)
-        self.peak_rss_bytes = usage.ru_maxrss * 1024
-        return True
+        if pid:
+            self._exit = self._process.returncode = os.waitstatus_to_exitcode(status)
+            self.peak_rss_bytes = usage.ru_maxrss * 1024
+        return bool(pid)
+
+    @property
+    def ended_by(self) -> int | None:
+        """Return the signal that ended the worker, if one did."""
+        return -self._exit if self._exit < 0 else None
 
     def ask(self, number: signal.Signals) -> None:
         """Send a signal to the worker, once each, and only ever a stronger one."""
-        order = (signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)
-        rank = order.index(number) + 1
+        rank = (signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL).index(number) + 1
         if rank > self._asked:
             self._asked = rank
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+            os.kill(self.pid, number)  # not reaped yet, so the number is still its own
 
     def end_group(self) -> bool:
-        """End everything that the worker left behind; tell whether all of it is gone."""
-        grace_until = self._host.monotonic() + ORPHAN_GRACE_S
-        give_up = grace_until + ORPHAN_GRACE_S
-        number = signal.SIGTERM
+        """End everything that the worker left behind; tell whether all of it is gone.
+
+        Who is left is our child, whatever its group or session, as soon as its parent is gone:
+        we are the subreaper.
+        """
+        began, number = self._host.monotonic(), signal.SIGTERM
         while left := self._left_behind():
             for pid in left:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(PermissionError):
                     os.kill(pid, number)
-            if self._host.monotonic() > give_up:
+            waited_s = self._host.monotonic() - began
+            if waited_s > 2 * ORPHAN_GRACE_S:
                 return False
-            if self._host.monotonic() > grace_until:
-                number = signal.SIGKILL
+            number = signal.SIGKILL if waited_s > ORPHAN_GRACE_S else signal.SIGTERM
             self._host.sleep(BUSY_STEP_S)
         return True
 
     def _left_behind(self) -> list[int]:
-        """Reap what has ended, and return what still lives below us."""
+        """Reap what has ended, and return our living children; no number can be used again."""
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        children = self._host.children()
-        return children + [pid for child in children for pid in self._host.descendants(child)]
+        return [pid for pid in self._host.children() if pid not in self._strangers]
 
-    def words(self) -> str:
-        """Return how a worker without an ending came to its end."""
-        if self.status < 0:
-            return f"The worker was killed by {signal.Signals(-self.status).name}."
-        return f"The worker ended with exit code {self.status} without recording an ending."
+    def seen_end(self) -> AttemptEnd:
+        """Return the end of a worker that recorded none: its last words, or how it went away.
+
+        An exit code counts only with last words: a job's library may leave with any.
+        """
+        with contextlib.suppress(ValueError), os.fdopen(self._last_words) as file:
+            file.seek(0)
+            return AttemptEnd(**{**json.load(file), "ending": Ending.DIED})
+        text = f"The worker ended with exit code {self._exit} without recording an ending."
+        if self._exit < 0:
+            names = {number.value: number.name for number in signal.Signals}
+            text = f"The worker was killed by {names.get(-self._exit, -self._exit)}."
+        if self._asked == 3:
+            text = "The worker did not stop when it was asked to, and was killed."
+        return AttemptEnd(Ending.DIED, ExitCode.FAILED, error=text)
 
 
 def open_log(path: Path) -> int:
-    """Open a run's log file for appending, private and never through a link."""
-    make_private_folder(path.parent.parent)
-    make_private_folder(path.parent)
-    ways = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(path, ways, 0o600)
+    """Open a run's log file for appending, private and never through a link.
 
-
-class StateDirectory:
-    """The folder that holds ledger, checkpoints, locks and logs."""
-
-    def __init__(self, config: Config, host: Host) -> None:
-        self._config, self._host = config, host
-        self.path = config.state
-        self.ledger_path = config.state / "ledger.db"
-
-    def require_fit(self, *, create: bool, write: bool = True) -> None:
-        """Check that the folder can be trusted with a ledger, and make it if allowed.
-
-        Raises:
-            NotFound: it is not there and was not to be made.
-            StateDirectoryError: owner, mode, file system, or room.
-        """
-        if not self.path.exists():
-            if not create:
-                raise NotFound(
-                    f"There is no state directory at {self.path}.",
-                    unchanged="Nothing was made.",
-                    todo="Is it the right configuration? A first run makes it: batchrun run JOB",
-                )
-            self._require_file_system(self.path.parent)
-            self._make()
-        found = self.path.stat()
-        if not stat.S_ISDIR(found.st_mode):
-            raise self._unfit("it is not a folder", f"See what it is: ls -ld {self.path}")
-        if write:
-            self._require_owner(found)
-        self._require_file_system(self.path)
-        if write and self._host.free_bytes(self.path) < self._config.min_free_bytes:
-            raise StateDirectoryError(
-                f"Disk full: less than {self._config.min_free_bytes:,} bytes are free"
-                f" at {self.path}.",
-                why="A run that cannot record what it does must not begin (min_free).",
-                unchanged="Nothing was started.",
-                todo="Make room, or lower min_free in the configuration.",
-            )
-
-    def _make(self) -> None:
-        try:
-            make_private_folder(self.path)
-        except OSError as error:
-            todo = f"Make its parent writable for this user: ls -ld {self.path.parent}"
-            raise self._unfit(f"it cannot be made: {error.strerror}", todo) from error
-
-    def _require_owner(self, found: os.stat_result) -> None:
-        if found.st_uid != os.geteuid():
-            owner = self._host.user_name(found.st_uid)
-            again = f"sudo -u {owner} {command_line_text()}"
-            raise self._unfit(f"it belongs to {owner}", f"Type: {again}")
-        if found.st_mode & 0o022:
-            todo = f"Type: chmod go-w {self.path}"
-            raise self._unfit("others may write to it", todo)
-        if not os.access(self.path, os.W_OK | os.X_OK):
-            raise self._unfit("it is read-only", f"See: ls -ld {self.path}; df {self.path}")
-
-    def _require_file_system(self, path: Path) -> None:
-        kind = self._host.file_system(path.resolve())
-        if kind.startswith(NETWORK_FILE_SYSTEMS):
-            why = f"it is on a network file system ({kind}), where locks are not reliable"
-            raise self._unfit(why, "Put `state` on a local disk in the configuration.")
-
-    def warning(self) -> str:
-        """Return why files here may vanish, or nothing."""
-        kind = self._host.file_system(self.path.resolve())
-        if kind in VOLATILE_FILE_SYSTEMS:
-            return f"warning: {self.path} is on {kind}: a reboot loses every checkpoint"
-        if any(self.path.resolve().is_relative_to(folder) for folder in VOLATILE_FOLDERS):
-            return (
-                f"warning: {self.path} is where cleaners delete files, lock files in use included"
-            )
-        return ""
-
-    def _unfit(self, why: str, todo: str) -> StateDirectoryError:
-        what = f"The state directory {self.path} cannot be used: {why}."
-        return StateDirectoryError(what, unchanged="Nothing was changed.", todo=todo)
-
-    def open_ledger(self, *, create: bool, write: bool = True) -> Ledger:
-        """Open the ledger; a missing one is a loss if there are checkpoints."""
-        witnesses = any((self.path / "checkpoints").glob("*/*.json"))
-        how = {"create": create, "witnesses": witnesses, "write": write}
-        return open_ledger(self.ledger_path, self._host, **how)
-
-    def lock_path(self, job: str) -> Path:
-        """Return where the lock of a job is."""
-        return self.path / "locks" / f"{job}.lock"
-
-    def store(self, job: str) -> CheckpointStore:
-        """Return the checkpoints of a job."""
-        return CheckpointStore(self.path / "checkpoints" / job)
-
-    def stores(self) -> list[CheckpointStore]:
-        """Return the checkpoints of every job that has some, also of one no longer configured."""
-        return [CheckpointStore(path) for path in sorted((self.path / "checkpoints").glob("*/"))]
+    Raises:
+        StateDirectoryError: it cannot be opened, or is no plain file.
+    """
+    ways = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        make_private_folder(path.parent.parent)
+        make_private_folder(path.parent)
+        log = os.open(path, ways, 0o600)
+        if stat.S_ISREG(os.fstat(log).st_mode):
+            os.set_blocking(log, True)
+            return log
+        os.close(log)
+        why = "it is not a plain file"
+    except OSError as error:
+        why = error.strerror or str(error)
+    raise StateDirectoryError(
+        f"The log {path} cannot be written: {why}.",
+        unchanged="Nothing was done.",
+        todo=f"See what it is: ls -l {path.parent}",
+    )
 
 
 def stop_run(state: StateDirectory, ledger: Ledger, run: Run, request: Request, who: str) -> bool:
@@ -6766,23 +6839,6 @@ def adopt_newest(state: StateDirectory, checkpoints: list[Checkpoint], host: Hos
                 ledger.adopt(checkpoint, content, digest, host.user_name(os.getuid()))
             else:  # of a run before it, whose ending nobody knows any more
                 state.store(checkpoint.job).remove(checkpoint.run)
-
-
-def command_line_text() -> str:
-    """Return the command that is running, as it can be typed again."""
-    import shlex  # only in a letter
-
-    return shlex.join(["batchrun", *sys.argv[1:]])
-
-
-def duration_text(seconds: float) -> str:
-    """Return a duration for people, `2h05m`, `3m20s`, `8s`."""
-    whole = int(seconds)
-    if whole >= 86_400:
-        return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
-    if whole >= 3600:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
 # ======================================================================================
@@ -7009,7 +7065,7 @@ RUNNING = (
     word("--batches", type=int, metavar="N", help="Stop after N batches (exit 75)."),
     word("--in-process", is_flag=True, help="Run the job in this interpreter, to debug it."),
 )
-RUN_EXITS = [code for code in ExitCode if code != ExitCode.FINDINGS]
+RUN_EXITS = list(ExitCode)
 
 
 def command(group: str, *parameters: Any, exits: Iterable[ExitCode] = ()) -> Callable[..., Any]:

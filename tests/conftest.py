@@ -37,7 +37,15 @@ LAUNCH = (
 )
 
 # What the machine that runs the tests may have set and a user's shell may not.
-NOT_INHERITED = ("BATCHRUN_", "PYTEST_", "JOURNAL_STREAM", "NOTIFY_SOCKET", "INVOCATION_ID", "COV_")
+NOT_INHERITED = (
+    "BATCHRUN_",
+    "PYTHONDONTWRITEBYTECODE",
+    "PYTEST_",
+    "JOURNAL_STREAM",
+    "NOTIFY_SOCKET",
+    "INVOCATION_ID",
+    "COV_",
+)
 
 
 # --- temporary files inside the clone -------------------------------------------------------------
@@ -109,6 +117,7 @@ class Project:
     def write_file(self, name: str, text: str) -> Path:
         """Write one file of the project, its text dedented; return its path."""
         path = self.folder / name
+        shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)  # may look as new as path
         path.write_text(dedent(text), encoding="utf-8")
         path.chmod(0o600)
         return path

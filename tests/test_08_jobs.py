@@ -1042,8 +1042,8 @@ def test_success_with_a_cleanup_that_failed_says_so(shop: Shop) -> None:
     shop.write(RESOURCES.format(error="OSError('E2')", inside="pass"))
     ended = shop.run()
     assert (ended.code, ended.err) == (
-        0,
-        "Everything was committed, but a cleanup failed: Thing.\n",
+        3,
+        "Everything was committed.\nA cleanup failed: Thing: OSError: E2.\n",
     )
 
 

@@ -1,0 +1,495 @@
+"""The worker: one attempt, from its first batch to its last release, whatever happens between."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import apsw
+import pytest
+from conftest import LAUNCH, Ended, Project, clean_environment, wait_for
+
+CONFIG = """\
+min_free = "1MB"
+[defaults]
+batch_size = 5
+stop_grace = "30s"
+[jobs.sync]
+"""
+
+# Ten records in two batches; what is done is a line in a file. `hold` waits until a file is there.
+JOB = """\
+import os, time
+from pathlib import Path
+from batchrun import job
+
+def hold(name):
+    Path(name + ".reached").touch()
+    while not Path(name).exists():
+        time.sleep(0.002)
+
+def done(record):
+    with open("done.txt", "a") as file:
+        file.write(f"{record}\\n")
+
+@job
+def sync(ctx):
+    for number in (1, 2, 3):
+        ctx.on_exit(lambda number=number: done(f"released {number}"))
+    for batch in ctx.batches(list(range(1, 11))):
+        for record in batch:
+            if record == 8: BEFORE_8
+            done(record)
+        AFTER
+        yield batch
+"""
+
+
+def write_job(project: Project, before_8: str = "pass", after: str = "pass") -> None:
+    """Write the job with something done before record 8, or at the end of each batch."""
+    text = JOB.replace("BEFORE_8", before_8).replace("AFTER", after)
+    project.write(CONFIG, sync=text)
+
+
+def at(point: str) -> Mapping[str, str]:
+    """Return an environment with a named point."""
+    return {**clean_environment(), "BATCHRUN_TEST_POINT": point}
+
+
+def done(project: Project) -> list[str]:
+    """Return what was done, in order."""
+    path = project.folder / "done.txt"
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+def records(project: Project) -> list[int]:
+    """Return the records that were processed, in order."""
+    return [int(line) for line in done(project) if line.isdecimal()]
+
+
+def rows(project: Project, sql: str) -> list[Any]:
+    """Return rows of the ledger."""
+    connection = apsw.Connection(str(project.state / "ledger.db"))
+    try:
+        return list(connection.execute(sql))
+    finally:
+        connection.close()
+
+
+def run_row(project: Project) -> tuple[Any, ...]:
+    """Return state, reason and number of the newest run."""
+    found: tuple[Any, ...] = rows(
+        project, "SELECT state, reason, number FROM run ORDER BY key DESC LIMIT 1"
+    )[0]
+    return found
+
+
+def worker_of(process: subprocess.Popen[str]) -> int:
+    """Return the pid of a supervisor's worker."""
+    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return int(wait_for(lambda: path.read_text().split(), "a worker")[0])
+
+
+def start_held(project: Project, **how: Any) -> subprocess.Popen[str]:  # noqa: ANN401 - see Project
+    """Start the job and return when it waits before record 8."""
+    process = project.start("run", "sync", **how)
+    reached = project.folder / "go.reached"
+    wait_for(reached.exists, "the job to reach record 8")
+    return process
+
+
+def let_go(project: Project) -> None:
+    """Let the job go on."""
+    (project.folder / "go").touch()
+
+
+def finish_after(project: Project, code: int) -> Ended:
+    """Resume with a job that works, and expect every record to be done."""
+    ended = project.run("resume", "sync")
+    assert ended.code == code, ended.err
+    assert sorted(set(records(project))) == list(range(1, 11))
+    return ended
+
+
+RELEASED = ["released 3", "released 2", "released 1"]
+
+
+# --- K01, K02, K03: where an attempt that ended goes on ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "code", "state"),
+    [
+        ("raise ValueError('no')", 1, "failed"),
+        ("os.kill(os.getpid(), 9)", 1, "interrupted"),
+        ("os._exit(0)", 1, "interrupted"),
+        ("os._exit(5)", 1, "interrupted"),
+        ("__import__('ctypes').string_at(0)", 1, "interrupted"),
+    ],
+)
+def test_an_attempt_that_ends_inside_a_batch_leaves_that_batch_to_the_next(
+    project: Project, before: str, code: int, state: str
+) -> None:
+    write_job(project, before)
+    ended = project.run("run", "sync")
+    assert ended.code == code, ended.err
+    assert run_row(project) == (state, "", 1)
+    assert "Commit 1 stands: 5 records are done." in ended.err
+    assert "To go on: batchrun resume" in ended.err
+    write_job(project)
+    finish_after(project, 0)
+    assert records(project) == [*range(1, 8), *range(6, 11)]
+
+
+def test_how_the_worker_went_away_is_said(project: Project) -> None:
+    write_job(project, "os.kill(os.getpid(), 9)")
+    assert "The worker was killed by SIGKILL." in project.run("run", "sync").err
+    write_job(project, "os.kill(os.getpid(), 40)")
+    assert "The worker was killed by 40." in project.run("run", "sync").err
+    write_job(project, "os._exit(0)")
+    words = "The worker ended with exit code 0 without recording an ending."
+    assert words in project.run("run", "sync").err
+
+
+def test_a_job_that_raises_before_its_first_batch_leaves_the_checkpoint_as_it_is(
+    project: Project,
+) -> None:
+    write_job(project, "raise ValueError('no')")
+    project.run("run", "sync")
+    (path,) = (project.state / "checkpoints" / "sync").glob("*.json")
+    before = path.read_bytes()
+    project.write(CONFIG, sync=JOB.replace("    for number in", "    1 / 0\n    for number in"))
+    for _ in range(2):
+        assert project.run("run", "sync").code == 1
+        assert path.read_bytes() == before
+    write_job(project)
+    finish_after(project, 0)
+    assert records(project) == [*range(1, 8), *range(6, 11)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 4, 5, 6])
+def test_every_size_of_a_source_is_read_to_its_end_without_an_empty_batch(
+    project: Project, size: int
+) -> None:
+    text = JOB.replace("range(1, 11)", f"range(1, {size + 1})").replace("BEFORE_8", "pass")
+    project.write(CONFIG, sync=text.replace("AFTER", "assert len(batch)"))
+    assert project.run("run", "sync", "--in-process").code == 0
+    assert records(project) == list(range(1, size + 1))
+    assert rows(project, "SELECT state, read, batches FROM run") == [
+        ("succeeded", size, -(-size // 5))
+    ]
+    assert project.run("resume", "sync").code == 0
+    assert len(rows(project, "SELECT id FROM run")) == 1
+
+
+# --- stops ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whom", ["supervisor", "worker"])
+def test_sigterm_ends_the_attempt_at_the_next_safe_point(project: Project, whom: str) -> None:
+    write_job(project, "hold('go')")
+    process = start_held(project)
+    os.kill(worker_of(process) if whom == "worker" else process.pid, signal.SIGTERM)
+    let_go(project)
+    assert project.finish(process).code == 75
+    assert run_row(project) == ("paused", "stop", 2)
+    assert done(project) == [*map(str, range(1, 11)), *RELEASED]
+    finish_after(project, 0)
+    assert records(project) == list(range(1, 11))
+
+
+def test_an_interrupted_batch_is_given_up_and_everything_released_in_reverse(
+    project: Project,
+) -> None:
+    write_job(project, "hold('go')")
+    process = start_held(project)
+    os.kill(worker_of(process), signal.SIGUSR1)
+    assert project.finish(process).code == 75
+    assert run_row(project) == ("paused", "stop", 1)
+    assert done(project) == [*map(str, range(1, 8)), *RELEASED]
+    write_job(project)
+    finish_after(project, 0)
+
+
+@pytest.mark.parametrize("catch", ["except BaseException: pass", "except BaseException: 1 / 0"])
+def test_a_job_that_swallows_the_interruption_gets_nothing_more_committed(
+    project: Project, catch: str
+) -> None:
+    write_job(project, f"\n                try: hold('go')\n                {catch}")
+    process = start_held(project)
+    os.kill(worker_of(process), signal.SIGUSR1)
+    ended = project.finish(process)
+    assert ended.code == 75, ended.err
+    assert run_row(project) == ("paused", "stop", 1)
+    write_job(project)
+    finish_after(project, 0)
+
+
+def test_batches_are_counted_and_the_attempt_ends_after_so_many(project: Project) -> None:
+    write_job(project)
+    assert project.run("run", "sync", "--batches", "1").code == 75
+    assert run_row(project) == ("paused", "stop", 1)
+    assert project.run("run", "sync", "--batches", "1").code == 75
+    finish_after(project, 0)
+    assert records(project) == list(range(1, 11))
+
+
+# --- releases ---------------------------------------------------------------------------------
+
+
+def test_the_error_of_a_cleanup_is_attached_to_the_run_s_error(project: Project) -> None:
+    raising = JOB.replace(
+        "ctx.on_exit(lambda", "ctx.on_exit(lambda: 1 / 0) if number == 2 else ctx.on_exit(lambda"
+    )
+    project.write(
+        CONFIG, sync=raising.replace("BEFORE_8", "raise ValueError('E1')").replace("AFTER", "0")
+    )
+    ended = project.run("run", "sync")
+    assert ended.code == 1
+    assert (
+        "The job raised ValueError: E1 in batch 2.\n"
+        "A cleanup failed: <lambda>: ZeroDivisionError: division by zero.\n" in ended.err
+    )
+    assert done(project)[-2:] == ["released 3", "released 1"]
+
+
+def test_a_success_with_a_failing_cleanup_is_no_plain_success(project: Project) -> None:
+    project.write(
+        CONFIG,
+        sync=JOB.replace("BEFORE_8", "pass")
+        .replace("    for batch", "    ctx.on_exit(lambda: 1 / 0)\n    for batch")
+        .replace("AFTER", "pass"),
+    )
+    ended = project.run("run", "sync")
+    assert ended.code == 3
+    assert ended.err == (
+        "Everything was committed.\n"
+        "A cleanup failed: <lambda>: ZeroDivisionError: division by zero.\n"
+    )
+    assert run_row(project) == ("succeeded", "", 3)
+
+
+def test_an_exception_that_cannot_be_shown_is_still_an_ending(project: Project) -> None:
+    write_job(project, "raise type('Mute', (Exception,), {'__str__': lambda _: 1 / 0})()")
+    ended = project.run("run", "sync")
+    assert ended.code == 1
+    assert "The job raised Mute in batch 2." in ended.err
+    assert run_row(project) == ("failed", "", 1)
+    assert done(project)[-3:] == RELEASED
+
+
+def test_a_thread_that_the_job_leaves_behind_does_not_hold_the_worker(project: Project) -> None:
+    write_job(project, "__import__('threading').Thread(target=time.sleep, args=(600,)).start()")
+    assert project.run("run", "sync", limit_s=20).code == 0
+
+
+# --- what cannot be recorded ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("point", "words", "number"),
+    [
+        ("file.fsync=EIO", "cannot be read or written in", 0),
+        ("file.fsync=ENOSPC", "Disk full: a checkpoint cannot be written to", 0),
+        ("checkpoint.rename@2=EIO", "Whether it is on the disk cannot be known from here", 1),
+        ("checkpoint.fsync@2=EIO", "Whether it is on the disk cannot be known from here", 1),
+    ],
+)
+def test_a_disk_that_refuses_ends_with_5_and_the_worker_s_letter_is_shown(
+    project: Project, point: str, words: str, number: int
+) -> None:
+    write_job(project)
+    ended = project.run("run", "sync", env=at(point))
+    assert ended.code == 5, ended.err
+    assert words in ended.err
+    assert "Traceback" not in ended.err
+    assert run_row(project) == ("interrupted", "", number)
+    assert done(project)[-3:] == RELEASED
+    finish_after(project, 0)
+
+
+def test_after_a_failed_fsync_the_next_start_makes_durable_what_it_read(project: Project) -> None:
+    write_job(project)
+    project.run("run", "sync", env=at("checkpoint.fsync@2=EIO"))
+    (path,) = (project.state / "checkpoints" / "sync").glob("*.json")
+    before = path.stat().st_ino
+    with path.open("rb"):  # so that the number cannot be given to another file
+        ended = project.run("-v", "run", "sync", env=at("worker.started=kill"))
+        assert ended.code == -9
+        assert path.stat().st_ino != before
+    assert "restored" not in ended.err
+    finish_after(project, 0)
+
+
+def test_an_ending_that_cannot_be_recorded_is_shown_and_found_out_by_the_next_start(
+    project: Project,
+) -> None:
+    trigger = (
+        "CREATE TRIGGER full BEFORE UPDATE OF ending ON attempt"
+        " WHEN NEW.ending = 'succeeded' BEGIN SELECT RAISE(ABORT, 'no room'); END"
+    )
+    write_job(project)
+    project.run("run", "sync", "--batches", "1")
+    rows(project, trigger)
+    ended = project.run("run", "sync")
+    assert ended.code == 5, ended.err
+    assert "cannot be used: ConstraintError: no room." in ended.err
+    assert run_row(project) == ("interrupted", "", 3)
+    rows(project, "DROP TRIGGER full")
+    finish_after(project, 0)
+    assert records(project) == list(range(1, 11))
+
+
+# --- the basis --------------------------------------------------------------------------------
+
+SETTINGS_JOB = """\
+from dataclasses import dataclass
+from batchrun import job
+
+@dataclass(frozen=True)
+class Settings:
+    shop: str = "a"
+    depth: int = 1
+
+@job(settings=Settings, VERSION)
+def sync(ctx):
+    for batch in ctx.batches(lambda after, limit: list(range((after or 0) + 1, 11))[:limit],
+                             key=lambda record: record):
+        print(ctx.settings, ctx.cursor)
+        yield batch
+"""
+
+
+def write_settings_job(project: Project, config: str = "", version: str = "version=1") -> None:
+    """Write the job with settings."""
+    project.write(CONFIG + config, sync=SETTINGS_JOB.replace("VERSION", version))
+
+
+def log_of(project: Project) -> str:
+    """Return the log of the one run."""
+    (path,) = (project.state / "logs" / "sync").glob("*.log")
+    return path.read_text()
+
+
+def test_changed_settings_are_named_and_accepted_only_by_a_person(project: Project) -> None:
+    write_settings_job(project)
+    assert project.run("run", "sync", "--batches", "1").code == 75
+    write_settings_job(project, 'shop = "b"\ndepth = 2\n')
+    ended = project.run("run", "sync")
+    assert ended.code == 13
+    (run,) = rows(project, "SELECT id FROM run")[0]
+    assert ended.err == (
+        f"sync: run {run} failed.\n"
+        f"Settings of sync changed since run {run} began: depth, shop.\n"
+        "Its 1 commits were made with the old ones.\n"
+        "Nothing was done; the checkpoint stands.\n"
+        "Put them back, or type one of:\n"
+        "  batchrun run sync --fresh\n"
+        f"  batchrun resume {run} --accept-settings\n"
+    )
+    assert project.run("resume", "sync", "--accept-settings").code == 0
+    assert "Settings(shop='b', depth=2)" in log_of(project)
+
+
+def test_a_setting_given_with_a_start_is_kept_by_the_run_s_resumes(project: Project) -> None:
+    write_settings_job(project)
+    project.run("run", "sync", "--set", "shop=mine", "--batches", "1")
+    assert project.run("resume", "sync").code == 0
+    assert log_of(project).count("Settings(shop='mine', depth=1)") == 2
+
+
+def test_a_checkpoint_of_another_version_needs_a_converter(project: Project) -> None:
+    write_settings_job(project)
+    project.run("run", "sync", "--batches", "1")
+    write_settings_job(project, version="version=2")
+    ended = project.run("run", "sync")
+    assert ended.code == 13
+    assert "was written by version 1 of the job sync.\nThe job's file understands: 2." in ended.err
+    write_settings_job(project, version="version=2, resumes={1: lambda cursor: cursor + 2}")
+    assert project.run("run", "sync").code == 0
+    assert rows(project, "SELECT read, job_version FROM run") == [(8, 2)]
+
+
+def test_a_converter_is_not_asked_between_loops(project: Project) -> None:
+    write_settings_job(project)
+    project.run("run", "sync", env=at("ledger.committed@3=kill"))
+    write_settings_job(project, version="version=2, resumes={1: lambda cursor: cursor + 2}")
+    ended = project.run("run", "sync")
+    assert ended.code == 0, ended.err
+
+
+# --- in this interpreter ------------------------------------------------------------------------
+
+
+def test_a_job_can_be_debugged_in_process(project: Project) -> None:
+    write_job(project, "breakpoint()")
+    process = subprocess.run(
+        [*LAUNCH, "run", "sync", "--in-process"],
+        cwd=project.folder,
+        env=clean_environment(),
+        input="p 'record', record\nc\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    assert process.returncode == 0, process.stderr
+    assert "('record', 8)" in process.stdout
+    assert run_row(project) == ("succeeded", "", 3)
+
+
+def test_ctrl_c_in_process_ends_with_130_and_the_batch_is_done_again(project: Project) -> None:
+    write_job(project, "hold('go')")
+    process = start_held(project, launch=(*LAUNCH[:-1], LAUNCH[-1]))
+    project.kill_all()
+    (project.folder / "go.reached").unlink()
+    process = project.start("run", "sync", "--in-process")
+    wait_for((project.folder / "go.reached").exists, "record 8 again")
+    os.kill(process.pid, signal.SIGINT)
+    assert project.finish(process).code == 130
+    assert run_row(project) == ("paused", "stop", 1)
+    let_go(project)
+    finish_after(project, 0)
+
+
+# --- limits and streams -------------------------------------------------------------------------
+
+
+def shell(project: Project, script: str) -> Ended:
+    """Run a shell script in which "$@" is batchrun."""
+    process = subprocess.run(
+        ["/bin/bash", "-c", script, "-", *LAUNCH],
+        cwd=project.folder,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    return Ended(process.returncode, process.stdout, process.stderr)
+
+
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">/dev/full 2>/dev/full", "| true"])
+def test_closed_and_full_streams_change_nothing(project: Project, streams: str) -> None:
+    # no file of ours becomes a standard stream: SQLite, opened first, puts /dev/null there
+    write_job(project)
+    ended = shell(project, f'set -o pipefail; "$@" -v run sync {streams}')
+    assert ended.code == 0, ended.err
+    assert records(project) == list(range(1, 11))
+    assert (project.state / "ledger.db").read_bytes()[:16] == b"SQLite format 3\0"
+    assert project.run("check").code == 0
+
+
+@pytest.mark.parametrize("limit", ["-f 100", "-n 11"])
+def test_small_limits_end_with_a_letter_and_the_run_goes_on_without_them(
+    project: Project, limit: str
+) -> None:
+    write_job(project)
+    project.run("run", "sync", "--batches", "1")
+    ended = shell(project, f'ulimit {limit}; "$@" run sync')
+    assert ended.code in (0, 1, 5, 75), ended.err
+    assert "Traceback" not in ended.err
+    finish_after(project, 0)
+    assert project.run("check").code == 0
