@@ -58,13 +58,13 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import MISSING, Field, FrozenInstanceError, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from datetime import date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
 from itertools import islice, pairwise
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from types import SimpleNamespace, UnionType
+from types import ModuleType, SimpleNamespace, UnionType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -87,63 +87,6 @@ import apsw
 
 if TYPE_CHECKING:
     import hashlib
-    from dataclasses import dataclass
-else:
-    # The methods of a dataclass, written once. The standard library compiles them for each class
-    # at each start, which for ours takes a third of what `batchrun status` may take in all. Type
-    # checkers, dataclasses.fields() and dataclasses.replace() see ordinary dataclasses.
-    from dataclasses import dataclass as bare_dataclass
-
-    class Noun:
-        """What all dataclasses of this file have in common."""
-
-        def __init__(self, *values: object, **named: object) -> None:
-            given = dict(zip(self.__dataclass_fields__, values, strict=False), **named)
-            twice = len(values) + len(named) != len(given)
-            for name, each in self.__dataclass_fields__.items():
-                if name in given:
-                    vars(self)[name] = given.pop(name)
-                elif each.default_factory is not MISSING:
-                    vars(self)[name] = each.default_factory()
-                elif each.default is not MISSING:
-                    vars(self)[name] = each.default
-                else:
-                    raise TypeError(f"{type(self).__name__} needs {name}")
-            if twice or given:
-                every = ", ".join(self.__dataclass_fields__)
-                raise TypeError(f"{type(self).__name__} takes each of {every} once")
-            self.__post_init__()
-
-        def __post_init__(self) -> None:
-            """Do nothing more."""
-
-        def __repr__(self) -> str:
-            shown = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-            return f"{type(self).__name__}({shown})"
-
-        def __eq__(self, other: object) -> bool:
-            return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
-
-        def __hash__(self) -> int:
-            return hash(tuple(vars(self).values()))
-
-        def refuse(self, name: str, *_: object) -> None:
-            """Refuse a change of what is frozen."""
-            raise FrozenInstanceError(f"{name} of a {type(self).__name__} cannot be changed")
-
-    def dataclass(cls: type | None = None, *, frozen: bool = False) -> Any:
-        """Make a class a dataclass."""
-        if cls is None:
-            return functools.partial(dataclass, frozen=frozen)
-        names = {"__init__", "__post_init__", "__repr__", "__eq__", "__hash__"}
-        for name in names - vars(cls).keys():
-            setattr(cls, name, vars(Noun)[name])
-        if frozen:
-            cls.__setattr__ = cls.__delattr__ = Noun.refuse
-        else:
-            cls.__hash__ = None
-        return bare_dataclass(init=False, repr=False, eq=False, match_args=False)(cls)
-
 
 VERSION = "0.1.0"
 T = TypeVar("T")
@@ -364,8 +307,7 @@ class Interrupted(BaseException):
     """Raised in the job's own frame when a batch is to be given up at once."""
 
 
-@dataclass(frozen=True)
-class ProcessIdentity:
+class ProcessIdentity(NamedTuple):
     """A process, told apart from a later one with the same number.
 
     Attributes:
@@ -379,8 +321,7 @@ class ProcessIdentity:
     boot_id: str
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One row of the table `run`: a job from its first start to its end, over all attempts.
 
     Counts are totals over the committed batches; `number` is the newest commit, 0 before the first.
@@ -419,8 +360,7 @@ class Run:
         return self.state in FINISHED
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(NamedTuple):
     """One row of the table `attempt`: one generation of a run and how it ended."""
 
     generation: int
@@ -441,8 +381,7 @@ class Attempt:
     log: str | None
 
 
-@dataclass(frozen=True)
-class BatchRow:
+class BatchRow(NamedTuple):
     """One row of the table `batch`: one link of a run's chain of commits."""
 
     number: int
@@ -460,8 +399,7 @@ class BatchRow:
     elapsed_s: float
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """One row of the table `event`; ids only rise and are the ledger's clock."""
 
     id: int
@@ -473,6 +411,12 @@ class Event:
     why: str
 
 
+def field_types(row: type) -> dict[str, str]:
+    """Return the fields of a NamedTuple in order, each with its type as it is written here."""
+    notes = row.__annotations__.items()
+    return {name: str(getattr(of, "__forward_arg__", of)) for name, of in notes}
+
+
 class Reject(NamedTuple):
     """A record that was left out, and the reason in words."""
 
@@ -480,8 +424,7 @@ class Reject(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """Something that a check found: what is wrong, and what to type."""
 
     what: str
@@ -1633,8 +1576,7 @@ _TAGGED: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """Where a run goes on: the body of one checkpoint file.
 
     Attributes:
@@ -1682,7 +1624,7 @@ CHECKPOINT_FIELDS: dict[str, tuple[type, ...]] = {
     name: {"int": (int,), "str": (str,), "bool": (bool,), "str | None": (str, type(None))}.get(
         annotation, (list,) if annotation.startswith("list") else (dict,)
     )
-    for name, annotation in Checkpoint.__annotations__.items()
+    for name, annotation in field_types(Checkpoint).items()
 }
 INNER_FIELDS: dict[str, set[str]] = {
     "totals": {"read", "rejected", "batches", "counts"},
@@ -1701,7 +1643,7 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> tuple[bytes, str]:
     Raises:
         CursorError: it would not read back as it was written; says why.
     """
-    body = f"{_a_value_a_line(vars(checkpoint))}\n".encode()
+    body = f"{_a_value_a_line(checkpoint._asdict())}\n".encode()
     digest = sha256(body).hexdigest()
     content = f"{CHECKPOINT_MAGIC} {CHECKPOINT_FORMAT} {digest} {len(body)}\n".encode() + body
     try:
@@ -1962,8 +1904,7 @@ MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error
 LINK_COLUMNS = ("first_key", "last_key", "read", "rejected", "counts", "elapsed_s")
 
 
-@dataclass(frozen=True)
-class Admission:
+class Admission(NamedTuple):
     """A run that this process owns: what `admit` gives.
 
     Attributes:
@@ -1977,8 +1918,7 @@ class Admission:
     said: list[str]
 
 
-@dataclass(frozen=True)
-class AttemptEnd:
+class AttemptEnd(NamedTuple):
     """How an attempt ended, in the words that are kept.
 
     Attributes:
@@ -1996,8 +1936,7 @@ class AttemptEnd:
 DIED = AttemptEnd(Ending.DIED, ExitCode.FAILED)
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """What recovery decided about a run's ledger rows and its checkpoint file.
 
     Attributes:
@@ -2011,8 +1950,7 @@ class Agreement:
     content: bytes | None = None
 
 
-@dataclass(frozen=True)
-class Basis:
+class Basis(NamedTuple):
     """What the commits of a run stand on.
 
     Attributes:
@@ -2025,8 +1963,7 @@ class Basis:
     first_hash: str
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """One start, as an admission judges it.
 
     Attributes:
@@ -2048,7 +1985,7 @@ class Start:
     require_admission: Callable[[], None]
     require_may_go_on: Callable[[Run], None]
     write_checkpoint: Callable[[str, bytes], None]
-    overrides: dict[str, str] = field(default_factory=dict)
+    overrides: Mapping[str, str] = {}
     accept_settings: bool = False
     only_resume: bool = False
     fresh: bool = False
@@ -2189,8 +2126,8 @@ class Ledger:
             return cast("list[Any]", self._sql(sql, bindings).fetchall())
 
     def _all(self, kind: type[T], where: str, *bindings: object) -> list[T]:
-        """Return the rows of one table as dataclasses."""
-        notes = kind.__annotations__
+        """Return the rows of one table."""
+        notes = field_types(kind)
         rows = self._rows(f"SELECT {', '.join(notes)} FROM {TABLES[kind]} {where}", *bindings)
         reads = [READ_AS.get(note) for note in notes.values()]
         return [
@@ -2396,7 +2333,7 @@ class Ledger:
             "attempt",
             run=run.key,
             generation=generation,
-            supervisor=vars(start.owner),
+            supervisor=start.owner._asdict(),
             began_at=self._host.now(),
             from_number=self.run(run.key).number,
             log=start.log,
@@ -2410,7 +2347,9 @@ class Ledger:
             LostOwnership: another generation took over.
         """
         with self._owning(run, generation):
-            self._set("attempt", {"run": run.key, "generation": generation}, worker=vars(worker))
+            self._set(
+                "attempt", {"run": run.key, "generation": generation}, worker=worker._asdict()
+            )
             based = {"settings": basis.settings, "job_version": basis.job_version}
             self._set("run", {"key": run.key}, **based)
             self._set("run", {"key": run.key, "number": 0}, hash=basis.first_hash)
@@ -2526,7 +2465,7 @@ class Ledger:
             {"run": key, "generation": generation, "ending": None},
             ended_at=self._host.now(),
             to_number=self.run(key).number,
-            **vars(end),
+            **end._asdict(),
         )
 
     def settle(self, run: Run, generation: int, seen: AttemptEnd, **diagnosis: int | None) -> Run:
@@ -3134,8 +3073,7 @@ def holds_lock(descriptor: int, path: Path) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class Barrier:
+class Barrier(NamedTuple):
     """The maintenance lockfile as it was found.
 
     Attributes:
@@ -3430,13 +3368,15 @@ def load_job(job_config: JobConfig) -> Job:
 
 
 def _imported(name: str, path: Path) -> Any:
-    """Run a job's file as a module; its mistakes become letters."""
-    from importlib.util import module_from_spec, spec_from_file_location  # only where jobs are
+    """Run a job's file as a module; its mistakes become letters.
 
-    spec = cast("Any", spec_from_file_location(name, path))
-    module = sys.modules[name] = module_from_spec(spec)
+    The text is compiled anew each time: cached bytecode is told apart by second and size only, and
+    a job that was just mended must not run as it was.
+    """
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = str(path)
     try:
-        spec.loader.exec_module(module)
+        exec(compile(path.read_bytes(), path, "exec"), vars(module))  # noqa: S102 - jobs are code
     except BatchrunError:
         raise
     except Exception as error:
@@ -5378,8 +5318,7 @@ START, GO_ON, FORWARD, REWRITE, REFUSE = "start", "go on", "forward", "rewrite",
 LOG_LIMIT_BYTES = 64_000_000
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What a start finds of one run.
 
     Attributes:
@@ -5773,8 +5712,7 @@ SAID = "said"  # an event whose `why` is a line for people
 UNRECORDED = (ExitCode.STATE_DIRECTORY, ExitCode.LOST_OWNERSHIP, ExitCode.BUSY)
 
 
-@dataclass(frozen=True)
-class Order:
+class Order(NamedTuple):
     """What a supervisor tells its worker, as JSON on its command line; never a secret."""
 
     config: str
@@ -5996,7 +5934,7 @@ class Worker:
             done = "Everything was committed." if succeeded else ""
             code = ExitCode.FINDINGS if done else end.exit_code
             said = f"{end.error or done}\nA cleanup failed: {'; '.join(failed)}.".strip()
-            end = replace(end, exit_code=code, error=said)
+            end = end._replace(exit_code=code, error=said)
         return end, cleanups.releases
 
     def interrupt(self) -> None:
@@ -6223,7 +6161,7 @@ def worker_main() -> NoReturn:
     finally:
         if not recorded:
             write_line(2, letter_text(end))
-            write_line(order.last_words, json.dumps(vars(end)))
+            write_line(order.last_words, json.dumps(end._asdict()))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -6272,8 +6210,7 @@ WORKER_BOOT = (
 )
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """How a run is started: what a person or a timer asked for."""
 
     job: str
@@ -6286,8 +6223,7 @@ class Launch:
     in_process: bool = False  # run the worker's code in this interpreter
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a command that runs a job ended: exit code, the run as it stands, a letter if any."""
 
     exit_code: ExitCode
@@ -6490,7 +6426,7 @@ class Supervisor:
         try:
             worker = WorkerProcess(order, self._log(run), run, self._host)
         except BatchrunError as refusal:
-            seen = replace(letter_end(refusal), ending=Ending.DIED)
+            seen = letter_end(refusal)._replace(ending=Ending.DIED)
             return self._outcome(self._ledger.settle(run, generation, seen))
         self._nothing_lives = False
         self._watch(worker, run, shown)
@@ -6653,7 +6589,7 @@ class WorkerProcess:
         here = str(Path(__file__).resolve().parent)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", WORKER_BOOT, here, json.dumps(vars(order))],
+                [sys.executable, "-P", "-c", WORKER_BOOT, here, json.dumps(order._asdict())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -6772,8 +6708,7 @@ def stop_run(state: StateDirectory, ledger: Ledger, run: Run, request: Request, 
     return True
 
 
-@dataclass(frozen=True)
-class Repair:
+class Repair(NamedTuple):
     """What makes the ledger agree with the checkpoints again.
 
     Attributes:
@@ -6858,14 +6793,18 @@ def summarise(
     """Return all that is known of a run as one JSON document."""
     names = ("number", "record", "reason")
     return {
-        **{name: value for name, value in vars(run).items() if name not in NOT_SUMMARISED},
+        **{name: value for name, value in run._asdict().items() if name not in NOT_SUMMARISED},
         "exit_code": attempts[-1].exit_code if attempts else None,
         "attempts": [
-            {**vars(a), "supervisor": vars(a.supervisor), "worker": a.worker and vars(a.worker)}
+            {
+                **a._asdict(),
+                "supervisor": a.supervisor._asdict(),
+                "worker": a.worker and a.worker._asdict(),
+            }
             for a in attempts
         ],
         "rejects": [dict(zip(names, reject, strict=True)) for reject in rejects],
-        "events": [vars(event) for event in events],
+        "events": [event._asdict() for event in events],
     }
 
 
@@ -7372,7 +7311,7 @@ def status_command(app: App, *, name: str | None) -> ExitCode:
     said += [warning] if (warning := app.state.warning()) else []
     for each_job in jobs:
         each_job["next"] = app.console.typed(each_job["next"])
-    document = {"jobs": jobs, "maintenance": barrier and vars(barrier), "warning": warning}
+    document = {"jobs": jobs, "maintenance": barrier and barrier._asdict(), "warning": warning}
     app.console.result("\n".join([*said, text]), document)
     needs_someone = any(each_job["needs_someone"] for each_job in jobs)
     return ExitCode.FINDINGS if needs_someone else ExitCode.DONE
@@ -7427,7 +7366,7 @@ def check_command(app: App) -> ExitCode:
             require_witnesses_known(ledger, store)
     lines = [f"{f.what}\n  {f.why}\n  to type: {f.todo or 'batchrun repair'}" for f in findings]
     text = "\n".join(lines) or "ledger and checkpoints agree"
-    app.console.result(text, {"findings": [vars(finding) for finding in findings]})
+    app.console.result(text, {"findings": [finding._asdict() for finding in findings]})
     return ExitCode.FINDINGS if findings else ExitCode.DONE
 
 

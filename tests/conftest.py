@@ -117,7 +117,6 @@ class Project:
     def write_file(self, name: str, text: str) -> Path:
         """Write one file of the project, its text dedented; return its path."""
         path = self.folder / name
-        shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)  # may look as new as path
         path.write_text(dedent(text), encoding="utf-8")
         path.chmod(0o600)
         return path

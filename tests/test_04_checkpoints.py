@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -76,7 +75,7 @@ def sealed(body: bytes, *, format_: str = "1") -> bytes:
 
 def changed(**fields: Any) -> bytes:  # noqa: ANN401 - any wrong value
     """Return a checkpoint's file with other fields, under a header that fits."""
-    return sealed(json.dumps({**vars(A), **fields}).encode())
+    return sealed(json.dumps({**A._asdict(), **fields}).encode())
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -93,7 +92,7 @@ def test_a_checkpoint_is_one_header_line_and_a_body_with_a_value_a_line() -> Non
     lines = body.decode().splitlines()
     assert [line for line in lines if line.startswith('"number": ')] == ['"number": 2,']
     assert body.endswith(b'"}\n')
-    assert json.loads(body) == vars(A)
+    assert json.loads(body) == A._asdict()
 
 
 def test_a_checkpoint_cut_to_any_length_is_refused() -> None:
@@ -159,10 +158,10 @@ def test_a_newer_format_is_refused_with_the_line_to_type() -> None:
 
 def test_a_checkpoint_that_could_not_be_read_back_is_not_written() -> None:
     for bad in (
-        replace(A, passed=[["step", "big", "x" * 2**20]]),
-        replace(A, totals={}),
-        replace(A, cursor="{"),
-        replace(A, marks={1: 2}),  # type: ignore[dict-item]
+        A._replace(passed=[["step", "big", "x" * 2**20]]),
+        A._replace(totals={}),
+        A._replace(cursor="{"),
+        A._replace(marks={1: 2}),  # type: ignore[dict-item]
     ):
         with pytest.raises(CursorError, match=r"^The checkpoint would not read back"):
             checkpoint_bytes(bad)

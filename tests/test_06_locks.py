@@ -165,7 +165,7 @@ def test_a_lockfile_made_by_touch_closes_the_door(door: Maintenance) -> None:
     with pytest.raises(MaintenanceOn) as refusal:
         door.require_open()
     assert str(refusal.value) == (
-        f"Maintenance is on: {door.path} is there, since 1970-01-01T00:00:00Z.\n"
+        f"Maintenance is on: {door.path} is there, since 1970-01-01T00:00:00.000Z.\n"
         "Nothing was started; the refusal is recorded.\n"
         f"When the maintenance is over: rm -r {door.path}"
     )
@@ -175,7 +175,9 @@ def test_a_lockfile_made_by_touch_closes_the_door(door: Maintenance) -> None:
 def test_a_lockfile_that_says_why_is_quoted(door: Maintenance) -> None:
     door.path.write_text(json.dumps({"reason": "deploy 12", "by": "ann"}))
     os.utime(door.path, (0, 0))
-    with pytest.raises(MaintenanceOn, match=r"since 1970-01-01T00:00:00Z by ann \(deploy 12\)\.\n"):
+    with pytest.raises(
+        MaintenanceOn, match=r"since 1970-01-01T00:00:00.000Z by ann \(deploy 12\)\.\n"
+    ):
         door.require_open()
 
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +138,7 @@ class Shop:
 
     def craft(self, **fields: Any) -> None:  # noqa: ANN401 - of a checkpoint
         """Put a valid checkpoint with other fields in place."""
-        self.checkpoint.write_bytes(checkpoint_bytes(replace(self.read(), **fields))[0])
+        self.checkpoint.write_bytes(checkpoint_bytes(self.read()._replace(**fields))[0])
 
     def sql(self, sql: str, *bindings: object) -> list[Any]:
         with contextlib.closing(apsw.Connection(str(self.ledger))) as ledger:
@@ -670,7 +669,7 @@ def test_an_owner_of_another_boot_or_with_a_reused_pid_is_gone(shop: Shop, field
     shop.back_to("killed")
     me = Host().identify()
     assert me is not None
-    other = {**vars(me), field: "another boot" if field == "boot_id" else me.ticks - 1}
+    other = {**me._asdict(), field: "another boot" if field == "boot_id" else me.ticks - 1}
     shop.sql("UPDATE attempt SET supervisor = ?1, worker = ?1", json.dumps(other))
     status = shop.batchrun("status", "sync")
     assert "interrupted" in status.out

@@ -1,7 +1,6 @@
 """Reports turn rows into words: the same rows, the same words."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -91,8 +90,8 @@ def test_a_summary_is_json_without_the_checkpoint_and_with_units_in_its_names() 
 
 
 def test_an_attempt_without_an_ending_is_not_given_one() -> None:
-    going_on = replace(ATTEMPT, ending=None, to_number=None, peak_rss_bytes=None, releases=[])
-    summary = batchrun.summarise(RUN, [replace(going_on, error=None)], [], [])
+    going_on = ATTEMPT._replace(ending=None, to_number=None, peak_rss_bytes=None, releases=[])
+    summary = batchrun.summarise(RUN, [going_on._replace(error=None)], [], [])
     line = "  1  2026-01-31 23:00:01Z  going on, or left by its owner"
     assert batchrun.render_attempt(summary["attempts"][0]) == [line]
 
@@ -105,9 +104,9 @@ NEVER = batchrun.summarise_job(
 )
 DONE = batchrun.summarise_job(
     "orders",
-    replace(RUN, state=RunState.SUCCEEDED, reason="", read=5, expected=None),
+    RUN._replace(state=RunState.SUCCEEDED, reason="", read=5, expected=None),
     Standing(RunState.SUCCEEDED, "", "batchrun report a1b2c3d4e5"),
-    replace(RUN, ended_at="2026-01-30T20:01:00.000Z"),
+    RUN._replace(ended_at="2026-01-30T20:01:00.000Z"),
     0,
 )
 
@@ -126,7 +125,7 @@ def test_the_status_of_all_jobs_is_a_table_and_what_to_type() -> None:
 def test_the_status_of_one_job_ends_with_why_and_one_line_to_type() -> None:
     why = "Its processes are gone.\nNo more is known."
     stands = STANDS._replace(state=RunState.INTERRUPTED, why=why)
-    status = batchrun.summarise_job("stock", replace(RUN, reason=""), stands, None, 3)
+    status = batchrun.summarise_job("stock", RUN._replace(reason=""), stands, None, 3)
     assert batchrun.render_one_status(status) == (
         "stock: interrupted since 2026-01-31 23:59:00Z\n"
         "  run           a1b2c3d4e5\n"
@@ -142,7 +141,7 @@ def test_the_status_of_one_job_ends_with_why_and_one_line_to_type() -> None:
 @pytest.mark.parametrize(("columns", "width"), [(20, 20), (60, 52), (77, 77), (157, 95)])
 def test_the_live_line_fits_and_keeps_its_width(columns: int, width: int) -> None:
     lines = [
-        batchrun.progress_line(replace(RUN, read=read), rate, columns)
+        batchrun.progress_line(RUN._replace(read=read), rate, columns)
         for read, rate in [(0, 0.0), (5, 1.0), (9_999, 123.0), (24_000, 48_123.4)]
     ]
     assert {len(line) for line in lines} == {width}
@@ -150,19 +149,19 @@ def test_the_live_line_fits_and_keeps_its_width(columns: int, width: int) -> Non
 
 
 def test_the_live_line_has_bar_share_records_rate_and_time_left() -> None:
-    line = batchrun.progress_line(replace(RUN, read=12_000), 4_000.0, 80)
+    line = batchrun.progress_line(RUN._replace(read=12_000), 4_000.0, 80)
     bar = "#" * 12 + "-" * 13
     assert line == f"stock [{bar}]  50%  12,000 of 24,000     4,000/s     3s left"
 
 
 def test_the_live_line_without_a_known_total_has_no_bar() -> None:
-    run = replace(RUN, expected=None)
+    run = RUN._replace(expected=None)
     assert batchrun.progress_line(run, 50.0, 80).split() == ["stock", "10,000", "records", "50/s"]
 
 
 @pytest.mark.parametrize("read", [24_000, 30_000])
 def test_a_source_that_grew_is_never_more_than_all_of_it(read: int) -> None:
-    line = batchrun.progress_line(replace(RUN, read=read), 50.0, 80)
+    line = batchrun.progress_line(RUN._replace(read=read), 50.0, 80)
     assert "100%" in line
     assert "-" not in line
     assert "left" not in line
