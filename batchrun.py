@@ -868,7 +868,7 @@ _REFUSE_OR_FRESH = _text(str, "refuse|fresh", '"refuse" or "fresh"')
 _JOB_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"  # it becomes a folder's name, and is typed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class JobConfig:
     """One [jobs.NAME] table: which function it uses, its options and its unchecked settings."""
 
@@ -893,7 +893,7 @@ class JobConfig:
         return self.uses.rpartition(":")[2]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Config:
     """The config file, checked. All paths are whole."""
 
@@ -3268,7 +3268,6 @@ MARK_TABLE = """CREATE TABLE IF NOT EXISTS batchrun_mark (
   first_key TEXT, last_key TEXT, cursor TEXT, counts TEXT NOT NULL, PRIMARY KEY (run, loop))"""
 
 
-@dataclass(frozen=True)
 class Job:
     """A job's function and what it declares; what the `job` decorator returns.
 
@@ -3279,10 +3278,15 @@ class Job:
         resumes: older version -> function that turns its cursor into one of this version.
     """
 
-    function: Callable[..., Iterator[Any]]
-    settings: type | None
-    version: int
-    resumes: dict[int, Callable[[Any], Any]]
+    def __init__(
+        self,
+        function: Callable[..., Iterator[Any]],
+        settings: type | None,
+        version: int,
+        resumes: dict[int, Callable[[Any], Any]],
+    ) -> None:
+        self.function, self.settings = function, settings
+        self.version, self.resumes = version, resumes
 
     @property
     def title(self) -> str:
@@ -3520,7 +3524,7 @@ class CleanupStack:
             self.releases.append({"name": name, "elapsed_s": elapsed_s, "error": error})
 
 
-@dataclass
+@dataclass(eq=False, repr=False)  # what is not needed is not compiled at each start
 class Link:
     """One commit in the making.
 
@@ -3553,36 +3557,23 @@ class Link:
     began: float = 0.0
 
 
-@dataclass
 class Course:
     """Where a run stands in memory: the newest checkpoint, and what is being done after it."""
 
-    run: Run
-    generation: int
-    number: int = 0
-    hash: str = ""
-    loop: str = ""
-    cursor: Any = None
-    ended: bool = False
-    source: str | None = None
-    passed: list[list[Any]] = field(default_factory=list)
-    marks: dict[str, int] = field(default_factory=dict)
-    read: int = 0
-    rejected: int = 0
-    batches: int = 0
-    counts: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def after(cls, run: Run, generation: int, checkpoint: Checkpoint | None) -> Course:
-        """Return the course that goes on behind a checkpoint, or begins a run."""
-        if checkpoint is None:
-            return cls(run, generation, hash=run.hash)
-        course = cls(run, generation, checkpoint.number, run.hash, **checkpoint.totals)
-        course.passed, course.marks = list(checkpoint.passed), dict(checkpoint.marks)
-        if checkpoint.kind == "batch":
-            course.loop, course.ended = checkpoint.loop, checkpoint.ended
-            course.cursor, course.source = decode_cursor(checkpoint.cursor), checkpoint.source
-        return course
+    def __init__(self, run: Run, generation: int, checkpoint: Checkpoint | None = None) -> None:
+        self.run, self.generation, self.hash = run, generation, run.hash
+        self.number = self.read = self.rejected = self.batches = 0
+        self.loop, self.cursor, self.ended = "", None, False
+        self.source: str | None = None
+        self.passed: list[list[Any]] = []
+        self.marks: dict[str, int] = {}
+        self.counts: dict[str, int] = {}
+        if checkpoint is not None:
+            vars(self).update(checkpoint.totals, number=checkpoint.number)
+            self.passed, self.marks = list(checkpoint.passed), dict(checkpoint.marks)
+        if checkpoint is not None and checkpoint.kind == "batch":
+            self.loop, self.ended = checkpoint.loop, checkpoint.ended
+            self.cursor, self.source = decode_cursor(checkpoint.cursor), checkpoint.source
 
     @property
     def order(self) -> list[tuple[str, str]]:
@@ -5825,7 +5816,7 @@ class Worker:
         self._run = self._ledger.open_attempt(self._run, order.generation, me, basis)
         self.gate.request = self._run.request
         self._event = self._ledger.newest_event()
-        self._course = course = Course.after(self._run, order.generation, checkpoint)
+        self._course = course = Course(self._run, order.generation, checkpoint)
         if checkpoint is not None and course.loop and checkpoint.job_version != job.version:
             course.cursor = job.resumes[checkpoint.job_version](course.cursor)
         accepted = frozenset(order.acceptances)
@@ -5977,7 +5968,7 @@ class Worker:
         except BaseException:
             self._store.discard(temporary)
             raise
-        behind = Course.after(course.run, course.generation, checkpoint)  # as a resume would
+        behind = Course(course.run, course.generation, checkpoint)  # as a resume would
         vars(course).update(vars(behind), hash=digest)
         self._marked_at = self._host.monotonic()
         self._own_s = self._marked_at - began

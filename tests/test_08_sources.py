@@ -1024,10 +1024,10 @@ def test_a_long_circle_is_stopped_after_at_most_three_turns() -> None:
 
 
 MEMORY = """
+import resource
 import sqlite3
-import subprocess
-import sys, sys
-from batchrun import Delimited, Host, Query, Reader
+import sys
+from batchrun import Delimited, Query, Reader
 kind, count, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 if kind == "iterable":
     from batchrun import as_source
@@ -1037,15 +1037,14 @@ elif kind == "query":
     source = Query(connection, f"SELECT * FROM stock WHERE id <= {count}", key="id")
 else:
     source = Delimited(path, key="id")
-reader, read, peak = Reader(source, None), 0, 0
+reader, read = Reader(source, None), 0
 while True:
     portion = reader.read_batch(5_000)
     read += len(portion.records)
     if portion.ended:
         break
-    peak = max(peak, Host().rss_bytes())
 assert read == count, read
-print(peak)
+print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
