@@ -6373,6 +6373,8 @@ class Supervisor:
         with disk_letters(self._store.folder, self._host):
             if unclean:
                 self._ledger.make_durable()
+            else:
+                self._ledger.shorten_log()  # frames whose sync failed are not to be built upon
             self._store.open()
             self._store.sweep()
             retire_witnesses(self._ledger, self._store)
