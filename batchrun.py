@@ -2087,7 +2087,8 @@ class Ledger:
         try:
             yield
         except apsw.Error as error:
-            raise ledger_letter(error, self.path, self._host) from error
+            said = self._connection.system_errno
+            raise ledger_letter(error, self.path, self._host, said) from error
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -2106,9 +2107,10 @@ class Ledger:
             try:
                 self._sql("COMMIT")
             except apsw.Error as error:
+                letter = ledger_letter(error, self.path, self._host, self._connection.system_errno)
                 self._roll_back()
                 raise OutcomeUnknown(
-                    f"The ledger's COMMIT failed: {error}",
+                    f"The ledger's COMMIT failed. {letter.what}",
                     why="Whether it is on the disk cannot be known from here.",
                     unchanged="The next start finds out from what is really there.",
                     todo=f"Check the disk of {self.path.parent}, then run `batchrun resume`.",
@@ -2688,13 +2690,22 @@ def lost_ownership(run: Run, generation: int) -> LostOwnership:
     )
 
 
-def is_full(folder: Path, host: Host) -> bool:
-    """Tell whether a folder's disk has no room for SQLite's files, or no inode for one more."""
-    return host.free_bytes(folder) < LEDGER_ROOM_BYTES or os.statvfs(folder).f_favail == 0
+def is_full(folder: Path, host: Host, system_errno: int = 0) -> bool:
+    """Tell whether a disk is full: the system said so, or room or inodes are at an end."""
+    if system_errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    room = os.statvfs(folder)
+    no_inode = room.f_files > 0 and room.f_favail == 0  # btrfs has no number of them
+    return no_inode or host.free_bytes(folder) < LEDGER_ROOM_BYTES
 
 
-def ledger_letter(error: apsw.Error, path: Path, host: Host) -> BatchrunError:
-    """Return what SQLite raised as a letter; a full disk is never called corruption."""
+def ledger_letter(
+    error: apsw.Error, path: Path, host: Host, system_errno: int = 0
+) -> BatchrunError:
+    """Return what SQLite raised as a letter; a full disk is never called corruption.
+
+    `system_errno` is what the system told SQLite: a full disk can look like any I/O error.
+    """
     unchanged = "Nothing was changed."
     if isinstance(error, apsw.BusyError):
         why = f"Another process has held its write lock for {BUSY_LIMIT_S:g} s."
@@ -2710,7 +2721,7 @@ def ledger_letter(error: apsw.Error, path: Path, host: Host) -> BatchrunError:
         return IllegalTransition(f"The ledger refused: {error}.")
     what = f"The ledger {path} cannot be used: {type(error).__name__}: {error}."
     todo = f"Check the disk and the permissions of {path.parent}, then start again."
-    if isinstance(error, apsw.FullError) or is_full(path.parent, host):
+    if isinstance(error, apsw.FullError) or is_full(path.parent, host, system_errno):
         what = f"Disk full: the ledger {path} cannot be written ({error})."
         todo = f"Make room on the disk of {path.parent}, then start again."
     return StateDirectoryError(what, unchanged=unchanged, todo=todo)
@@ -6091,8 +6102,7 @@ def disk_letters(folder: Path, host: Host, *, known: bool = True) -> Iterator[No
     except OSError as error:
         todo = f"Check the disk of {folder}, then type: batchrun resume"
         what = f"A checkpoint cannot be read or written in {folder}: {error.strerror}."
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if full or host.free_bytes(folder.parent) < LEDGER_ROOM_BYTES:
+        if is_full(folder.parent, host, error.errno or 0):
             what = f"Disk full: a checkpoint cannot be written to {folder} ({error.strerror})."
         if known:
             stands = "The last commit stands."
@@ -7554,10 +7564,20 @@ def run_command_line(arguments: list[str]) -> int:
         app.console.letter(str(error), error.exit_code)
         return error.exit_code
     except OSError as error:
-        text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-        what = f"The system refused: {text}.\nNothing more was changed."
-        app.console.letter(what, ExitCode.STATE_DIRECTORY)
-        return ExitCode.STATE_DIRECTORY
+        letter = system_letter(error)
+        app.console.letter(str(letter), letter.exit_code)
+        return letter.exit_code
+
+
+def system_letter(error: OSError) -> StateDirectoryError:
+    """Return what the system refused, wherever it was, as a letter."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+    return StateDirectoryError(
+        f"{'Disk full' if full else 'The system refused'}: {text}.",
+        unchanged="Nothing more was changed.",
+        todo=f"Mend that, then start again: {command_line_text()}",
+    )
 
 
 def main() -> NoReturn:
