@@ -2037,9 +2037,13 @@ class Ledger:
         return True
 
     def close(self) -> None:
-        """Close the connection; a ledger that belongs to a parent process is left alone."""
+        """Close the connection; a ledger that belongs to a parent process is left alone.
+
+        What was committed is durable already: a disk that fails now changes no ending.
+        """
         if self._pid == os.getpid():
-            self._connection.close(force=True)
+            with contextlib.suppress(apsw.Error):
+                self._connection.close(force=True)
 
     def make_durable(self) -> None:
         """Move everything from the WAL into the ledger's own pages and sync them.
@@ -2690,6 +2694,21 @@ def lost_ownership(run: Run, generation: int) -> LostOwnership:
     )
 
 
+def is_gone(path: Path) -> bool:
+    """Tell whether the ledger's disk answers no more: SQLite calls that a malformed image too.
+
+    The ledger itself may not be opened as a plain file (closing it would drop SQLite's locks).
+    """
+    try:
+        with beside(path, "-wal").open("rb") as log:
+            log.read(1)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
 def is_full(folder: Path, host: Host, system_errno: int = 0) -> bool:
     """Tell whether a disk is full: the system said so, or room or inodes are at an end."""
     if system_errno in (errno.ENOSPC, errno.EDQUOT):
@@ -2711,7 +2730,7 @@ def ledger_letter(
         why = f"Another process has held its write lock for {BUSY_LIMIT_S:g} s."
         what = f"The ledger {path} is busy."
         return Busy(what, why=why, unchanged=unchanged, todo="Start again.")
-    if isinstance(error, apsw.NotADBError | apsw.CorruptError):
+    if isinstance(error, apsw.NotADBError | apsw.CorruptError) and not is_gone(path):
         return PersonNeeded(
             f"The ledger {path} is damaged: {error}.",
             unchanged="It is left as it is; the checkpoints are beside it.",
