@@ -2898,8 +2898,11 @@ def create_ledger(path: Path, host: Host, uuid: str) -> None:
 
 
 def _write_schema(connection: apsw.Connection, host: Host, uuid: str) -> None:
-    """Make all tables in one transaction, and enter WAL mode while nobody else is there."""
-    _configure(connection)
+    """Make all tables in one transaction, and enter WAL mode while nobody else is there.
+
+    In this order, since a COMMIT tells when the disk refuses; emptying a WAL at the close does not.
+    """
+    connection.pragma("synchronous", "FULL")
     connection.execute("BEGIN IMMEDIATE")
     connection.execute(SCHEMA)
     edges = [(*pair, sentence) for pair, sentence in TRANSITIONS.items()]
@@ -2908,6 +2911,7 @@ def _write_schema(connection: apsw.Connection, host: Host, uuid: str) -> None:
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     connection.execute("COMMIT")
+    _configure(connection)
 
 
 def _configure(connection: apsw.Connection) -> None:
