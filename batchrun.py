@@ -575,9 +575,10 @@ class Host:
             return str(uid)
 
     def free_bytes(self, path: Path) -> int:
-        """Return what an ordinary user may still write on the file system of a path."""
+        """Return what an ordinary user may still write beside a path; 0 without a free inode."""
         room = os.statvfs(path)
-        return room.f_bavail * room.f_frsize
+        no_inode = room.f_files > 0 and room.f_favail == 0  # btrfs has no number of them
+        return 0 if no_inode else room.f_bavail * room.f_frsize
 
     def file_system(self, path: Path) -> str:
         """Return the type of the file system that holds a path, `ext4`; empty if unknown."""
@@ -2037,12 +2038,9 @@ class Ledger:
         return True
 
     def close(self) -> None:
-        """Close the connection; a ledger that belongs to a parent process is left alone.
-
-        What was committed is durable already: a disk that fails now changes no ending.
-        """
+        """Close the connection; a ledger that belongs to a parent process is left alone."""
         if self._pid == os.getpid():
-            with contextlib.suppress(apsw.Error):
+            with contextlib.suppress(apsw.Error):  # what was committed is durable already
                 self._connection.close(force=True)
 
     def make_durable(self) -> None:
@@ -2091,8 +2089,8 @@ class Ledger:
         try:
             yield
         except apsw.Error as error:
-            said = self._connection.system_errno
-            raise ledger_letter(error, self.path, self._host, said) from error
+            told = self._connection.system_errno
+            raise ledger_letter(error, self.path, self._host, told) from error
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -2121,9 +2119,8 @@ class Ledger:
                 ) from error
 
     def _roll_back(self) -> None:
-        with contextlib.suppress(apsw.Error):
-            if self._connection.in_transaction:
-                self._sql("ROLLBACK")
+        with contextlib.suppress(apsw.Error):  # SQLite may have rolled it back already
+            self._sql("ROLLBACK")
 
     # -- reading ----------------------------------------------------------------------
 
@@ -2166,8 +2163,9 @@ class Ledger:
 
     def last_success(self, job: str) -> Run | None:
         """Return a job's newest run that succeeded."""
-        where = "WHERE job = ? AND state = 'succeeded' ORDER BY key DESC LIMIT 1"
-        return self._one(Run, where, job)
+        return self._one(
+            Run, "WHERE job = ? AND state = 'succeeded' ORDER BY key DESC LIMIT 1", job
+        )
 
     def run_with_id(self, name: str) -> Run | None:
         """Return the run of exactly this id."""
@@ -2378,13 +2376,9 @@ class Ledger:
     ) -> str | None:
         """Record one commit and put its checkpoint in place, under one write lock.
 
-        Args:
-            run: whose.
-            checkpoint: the body; its generation fences the write.
-            content: its bytes, durable under a temporary name.
-            digest: the commit's hash.
-            spent: seconds of reading, of the job's own work, and of batchrun since the last commit.
-            publish: renames the checkpoint into place; called inside the transaction.
+        The checkpoint's generation fences the write; `content` is its bytes, durable under a
+        temporary name, which `publish` renames into place inside the transaction; `spent` is
+        seconds of reading, of the job's own work, and of batchrun since the last commit.
 
         Returns:
             What is requested of the run, if anything.
@@ -2477,11 +2471,8 @@ class Ledger:
     def settle(self, run: Run, generation: int, seen: AttemptEnd, **diagnosis: int | None) -> Run:
         """Make the run's edge from what the attempt recorded; only with the job's lock held.
 
-        Args:
-            run: whose.
-            generation: the attempt that is over.
-            seen: what to record if the worker recorded nothing.
-            diagnosis: `signal` and `peak_rss_bytes` of the worker's process.
+        `seen` is recorded if the worker recorded nothing; `diagnosis` is `signal` and
+        `peak_rss_bytes` of the worker's process.
         """
         with self._owning(run, generation):
             if diagnosis:
@@ -2695,52 +2686,36 @@ def lost_ownership(run: Run, generation: int) -> LostOwnership:
 
 
 def is_gone(path: Path) -> bool:
-    """Tell whether the ledger's disk answers no more: SQLite calls that a malformed image too.
-
-    The ledger itself may not be opened as a plain file (closing it would drop SQLite's locks).
-    """
+    """Tell whether a ledger's disk answers no more: SQLite calls that a malformed image too."""
     try:
-        with beside(path, "-wal").open("rb") as log:
-            log.read(1)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
+        beside(path, "-wal").read_bytes()  # closing the ledger itself would drop SQLite's locks
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
     return False
 
 
-def is_full(folder: Path, host: Host, system_errno: int = 0) -> bool:
-    """Tell whether a disk is full: the system said so, or room or inodes are at an end."""
-    if system_errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    room = os.statvfs(folder)
-    no_inode = room.f_files > 0 and room.f_favail == 0  # btrfs has no number of them
-    return no_inode or host.free_bytes(folder) < LEDGER_ROOM_BYTES
+def is_full(folder: Path, host: Host, told: int = 0) -> bool:
+    """Tell whether a disk is full: the system told so by errno, or room or inodes are at an end."""
+    return told in (errno.ENOSPC, errno.EDQUOT) or host.free_bytes(folder) < LEDGER_ROOM_BYTES
 
 
-def ledger_letter(
-    error: apsw.Error, path: Path, host: Host, system_errno: int = 0
-) -> BatchrunError:
-    """Return what SQLite raised as a letter; a full disk is never called corruption.
-
-    `system_errno` is what the system told SQLite: a full disk can look like any I/O error.
-    """
+def ledger_letter(error: apsw.Error, path: Path, host: Host, told: int = 0) -> BatchrunError:
+    """Return what SQLite raised as a letter; a full disk, `told` by errno, is no corruption."""
     unchanged = "Nothing was changed."
     if isinstance(error, apsw.BusyError):
         why = f"Another process has held its write lock for {BUSY_LIMIT_S:g} s."
-        what = f"The ledger {path} is busy."
-        return Busy(what, why=why, unchanged=unchanged, todo="Start again.")
-    if isinstance(error, apsw.NotADBError | apsw.CorruptError) and not is_gone(path):
-        return PersonNeeded(
-            f"The ledger {path} is damaged: {error}.",
-            unchanged="It is left as it is; the checkpoints are beside it.",
-            todo="See `batchrun check`, then `batchrun repair`.",
+        return Busy(
+            f"The ledger {path} is busy.", why=why, unchanged=unchanged, todo="Start again."
         )
+    if isinstance(error, apsw.NotADBError | apsw.CorruptError) and not is_gone(path):
+        left = "It is left as it is; the checkpoints are beside it."
+        todo = "See `batchrun check`, then `batchrun repair`."
+        return PersonNeeded(f"The ledger {path} is damaged: {error}.", unchanged=left, todo=todo)
     if isinstance(error, apsw.ConstraintError) and "illegal transition" in str(error):
         return IllegalTransition(f"The ledger refused: {error}.")
     what = f"The ledger {path} cannot be used: {type(error).__name__}: {error}."
     todo = f"Check the disk and the permissions of {path.parent}, then start again."
-    if isinstance(error, apsw.FullError) or is_full(path.parent, host, system_errno):
+    if isinstance(error, apsw.FullError) or is_full(path.parent, host, told):
         what = f"Disk full: the ledger {path} cannot be written ({error})."
         todo = f"Make room on the disk of {path.parent}, then start again."
     return StateDirectoryError(what, unchanged=unchanged, todo=todo)
@@ -2898,19 +2873,14 @@ def create_ledger(path: Path, host: Host, uuid: str) -> None:
 
 
 def _write_schema(connection: apsw.Connection, host: Host, uuid: str) -> None:
-    """Make all tables in one transaction, and enter WAL mode while nobody else is there.
-
-    In this order, since a COMMIT tells when the disk refuses; emptying a WAL at the close does not.
-    """
+    """Make all tables by a COMMIT, which tells if the disk refuses; only then enter WAL mode."""
     connection.pragma("synchronous", "FULL")
-    connection.execute("BEGIN IMMEDIATE")
-    connection.execute(SCHEMA)
+    connection.execute(f"BEGIN IMMEDIATE; {SCHEMA}")
     edges = [(*pair, sentence) for pair, sentence in TRANSITIONS.items()]
     connection.executemany("INSERT INTO edge VALUES (?, ?, ?)", edges)
     connection.execute("INSERT INTO ledger VALUES (?, ?)", (uuid, host.now()))
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    connection.execute("COMMIT")
+    numbers = f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION}"
+    connection.execute(f"{numbers}; COMMIT")
     _configure(connection)
 
 
@@ -7587,20 +7557,14 @@ def run_command_line(arguments: list[str]) -> int:
         app.console.letter(str(error), error.exit_code)
         return error.exit_code
     except OSError as error:
-        letter = system_letter(error)
-        app.console.letter(str(letter), letter.exit_code)
-        return letter.exit_code
-
-
-def system_letter(error: OSError) -> StateDirectoryError:
-    """Return what the system refused, wherever it was, as a letter."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-    return StateDirectoryError(
-        f"{'Disk full' if full else 'The system refused'}: {text}.",
-        unchanged="Nothing more was changed.",
-        todo=f"Mend that, then start again: {command_line_text()}",
-    )
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        what = (
+            f"{'Disk full' if full else 'The system refused'}: {text}.\nNothing more was changed."
+        )
+        todo = f"Mend that, then start again: {command_line_text()}"
+        app.console.letter(f"{what}\n{todo}", ExitCode.STATE_DIRECTORY)
+        return ExitCode.STATE_DIRECTORY
 
 
 def main() -> NoReturn:
