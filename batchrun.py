@@ -6208,7 +6208,7 @@ class Launch(NamedTuple):
     only_resume: bool = False  # go on with an unfinished run, begin no new one
     by_person: bool = False  # a person's pause is lifted by this start
     fresh: bool = False  # cancel the unfinished run first
-    overrides: dict[str, str] = field(default_factory=dict)  # settings for this run, name -> text
+    overrides: Mapping[str, str] = {}  # settings for this run, name -> text
     acceptances: tuple[str, ...] = ()  # changes that are accepted: `source`, `settings`
     batches: int | None = None  # stop after so many
     in_process: bool = False  # run the worker's code in this interpreter
