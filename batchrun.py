@@ -174,8 +174,6 @@ class Reason(StrEnum):
     NONE = ""
     PERSON = "person"
     STOP = "stop"
-    LIMIT = "limit"
-    REPAIR = "repair"
 
 
 class Ending(StrEnum):
@@ -378,7 +376,6 @@ class Attempt(NamedTuple):
     from_number: int
     to_number: int | None
     releases: list[dict[str, Any]]
-    log: str | None
 
 
 class BatchRow(NamedTuple):
@@ -535,13 +532,6 @@ class Host:
         wanted = os.fstat(descriptor)
         others = (f for f in Path("/proc").glob("[0-9]*") if int(f.name) != os.getpid())
         return sorted(int(folder.name) for folder in others if _has_open(folder, wanted))
-
-    def command_line(self, pid: int) -> str:
-        """Return what a process was started as; empty if it is gone."""
-        try:
-            return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-        except (OSError, UnicodeDecodeError):
-            return ""
 
     def age_s(self, process: ProcessIdentity) -> float:
         """Return for how long a process has lived."""
@@ -1851,7 +1841,7 @@ CREATE TABLE attempt (
   ending TEXT, reason TEXT, exit_code INTEGER, signal INTEGER,
   error TEXT, unchanged TEXT, todo TEXT,
   peak_rss_bytes INTEGER, from_number INTEGER NOT NULL, to_number INTEGER,
-  releases TEXT NOT NULL DEFAULT '[]', log TEXT,
+  releases TEXT NOT NULL DEFAULT '[]',
   PRIMARY KEY (run, generation)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE batch (
@@ -1970,7 +1960,6 @@ class Start(NamedTuple):
         owner: the supervisor.
         who: the same in words, for events.
         run_id: the id for a new run.
-        log: path of the attempt's log file, `{run}` standing for the run's id.
         only_resume: whether no new run is to begin if nothing is unfinished.
         fresh: whether an unfinished run is to be cancelled first, with `fresh_reason`.
         require_admission: raises if the maintenance lockfile is there.
@@ -1981,7 +1970,6 @@ class Start(NamedTuple):
     owner: ProcessIdentity
     who: str
     run_id: str
-    log: str
     require_admission: Callable[[], None]
     require_may_go_on: Callable[[Run], None]
     write_checkpoint: Callable[[str, bytes], None]
@@ -2193,21 +2181,18 @@ class Ledger:
         rows = self._rows("SELECT seq FROM sqlite_sequence WHERE name = 'event'")
         return int(rows[0][0]) if rows else 0
 
-    def events(
-        self, run: Run | None = None, *, job: str | None = None, what: str = "%", after: int = 0
-    ) -> list[Event]:
-        """Return events in the order of their ids: of a run, of a job, or all.
+    def events(self, run: Run | None = None, *, what: str = "%", after: int = 0) -> list[Event]:
+        """Return events in the order of their ids: of a run, or all.
 
         `what` is a pattern for SQL's LIKE; only ids above `after` are returned.
         """
-        column, bound = ("run", run.key) if run else ("job", job)
-        mine = "" if bound is None else f" AND e.{column} = ?3"
+        mine = " AND e.run = ?3" if run else ""
         sql = (
             "SELECT e.id, e.at, r.id, e.job, e.who, e.what, e.why FROM event e"
             f" LEFT JOIN run r ON r.key = e.run WHERE e.id > ?1 AND e.what LIKE ?2{mine}"
             " ORDER BY e.id"
         )
-        bindings = (after, what) if bound is None else (after, what, bound)
+        bindings = (after, what, *([run.key] if run else []))
         return [Event(*row) for row in self._rows(sql, *bindings)]
 
     def said_since(self, run: Run, event: int) -> list[Event]:
@@ -2336,7 +2321,6 @@ class Ledger:
             supervisor=start.owner._asdict(),
             began_at=self._host.now(),
             from_number=self.run(run.key).number,
-            log=start.log,
         )
         return generation
 
@@ -6359,7 +6343,6 @@ class Supervisor:
             owner=self._me,
             who=self._who,
             run_id=os.urandom(5).hex(),
-            log="",
             require_admission=self._maintenance.require_open,
             require_may_go_on=self._require_may_go_on,
             write_checkpoint=self._store.replace,
@@ -7087,7 +7070,6 @@ class Console:
         """Return text whose lines to type can be typed anywhere: with --config, if it was given."""
         if not self.config:
             return text
-        import re
         import shlex
 
         names = "|".join(parts.name for parts in COMMANDS)
@@ -7355,7 +7337,7 @@ def check_command(app: App) -> ExitCode:
         findings = check(ledger, app.state.store, app.config.jobs)
         for store in app.state.stores():
             require_witnesses_known(ledger, store)
-    lines = [f"{f.what}\n  {f.why}\n  to type: {f.todo or 'batchrun repair'}" for f in findings]
+    lines = [f"{f.what}\n  {f.why}\n  to type: {f.todo}" for f in findings]
     text = "\n".join(lines) or "ledger and checkpoints agree"
     app.console.result(text, {"findings": [finding._asdict() for finding in findings]})
     return ExitCode.FINDINGS if findings else ExitCode.DONE

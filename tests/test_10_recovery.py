@@ -107,7 +107,6 @@ class Shop:
             owner=ProcessIdentity(1, 1, "an old boot"),
             who="a test",
             run_id="new",
-            log="",
             require_admission=lambda: None,
             require_may_go_on=lambda _: None,
             write_checkpoint=store.replace,
