@@ -1891,6 +1891,7 @@ MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error
   ended_at = iif(:ends, :now, NULL), request = iif(
     :ends OR (request = 'pause' AND :to IN ('paused', 'reserved')), NULL, request)
   WHERE key = :key AND state = :state RETURNING 1"""
+SAID = "said"  # an event whose `why` is a line for people
 LINK_COLUMNS = ("first_key", "last_key", "read", "rejected", "counts", "elapsed_s")
 
 
@@ -2197,7 +2198,7 @@ class Ledger:
 
     def said_since(self, run: Run, event: int) -> list[Event]:
         """Return the lines for people that were recorded after an event."""
-        return self.events(run, what="said", after=event)
+        return self.events(run, what=SAID, after=event)
 
     def refused_since_success(self, job: str) -> int:
         """Return how many starts of a job were refused since it last succeeded."""
@@ -3116,12 +3117,13 @@ class Maintenance:
 
 
 class StateDirectory:
-    """The folder that holds ledger, checkpoints, locks and logs."""
+    """The folder that holds ledger, checkpoints, locks and logs, and where each of them is."""
 
     def __init__(self, config: Config, host: Host) -> None:
         self._config, self._host = config, host
         self.path = config.state
         self.ledger_path = config.state / "ledger.db"
+        self.maintenance = Maintenance(config.state / "maintenance.lock")
 
     def require_fit(self, *, create: bool, write: bool = True) -> None:
         """Check that the folder can be trusted with a ledger, and make it if allowed.
@@ -3202,6 +3204,10 @@ class StateDirectory:
     def lock_path(self, job: str) -> Path:
         """Return where the lock of a job is."""
         return self.path / "locks" / f"{job}.lock"
+
+    def log_path(self, run: Run) -> Path:
+        """Return where a run's job prints and logs to."""
+        return self.path / "logs" / run.job / f"{run.id}.log"
 
     def store(self, job: str) -> CheckpointStore:
         """Return the checkpoints of a job."""
@@ -5614,7 +5620,7 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
     resume = f"batchrun resume {run.id}"
     if run.finished:
         return Standing(run.state, "", f"batchrun report {run.id}")
-    if run.state in (RunState.RESERVED, RunState.RUNNING):
+    if run.state in OWNED:
         return owned_standing(run, ledger.last_attempt(run), resume, host)
     needs_someone = is_paused_by_person(run) or run.state in (RunState.FAILED, RunState.AWAITING)
     return Standing(run.state, run.error or "", resume, not needs_someone, needs_someone)
@@ -5683,7 +5689,6 @@ def only_unfinished(ledger: Ledger) -> Run:
 # An attempt whose ending cannot be recorded (UNRECORDED) says so in its last words: a file without
 # a name, made by the supervisor, which takes them on a full disk too.
 
-SAID = "said"  # an event whose `why` is a line for people
 UNRECORDED = (ExitCode.STATE_DIRECTORY, ExitCode.LOST_OWNERSHIP, ExitCode.BUSY)
 
 
@@ -5753,8 +5758,8 @@ class Worker:
     def __init__(self, order: Order, config: Config, ledger: Ledger, host: Host) -> None:
         self._order, self._config, self._ledger, self._host = order, config, ledger, host
         self._job_config = config.job(order.job)
-        self._store = CheckpointStore(config.state / "checkpoints" / order.job)
-        self._lock_path = config.state / "locks" / f"{order.job}.lock"
+        state = StateDirectory(config, host)
+        self._store, self._lock_path = state.store(order.job), state.lock_path(order.job)
         self._run = ledger.run(order.run)
         self._event, self._settings_digest = 0, ""
         self._context: Context[Any] | None = None
@@ -5930,7 +5935,7 @@ class Worker:
         checkpoint = self._next_checkpoint(course, link)
         content, digest = checkpoint_bytes(checkpoint)
         number = checkpoint.number
-        if link.rejects and link.staged is None:
+        if link.staged is None:
             self.stage_rejects(number, link)
         reach("commit.begun", number)
         spent = self._spent(began)
@@ -6076,7 +6081,7 @@ def disk_letters(folder: Path, host: Host, *, known: bool = True) -> Iterator[No
         todo = f"Check the disk of {folder}, then type: batchrun resume"
         what = f"A checkpoint cannot be read or written in {folder}: {error.strerror}."
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if full or host.free_bytes(folder.parent) < LEDGER_ROOM_BYTES:
+        if full or is_full(folder.parent, host):
             what = f"Disk full: a checkpoint cannot be written to {folder} ({error.strerror})."
         if known:
             stands = "The last commit stands."
@@ -6123,7 +6128,7 @@ def worker_main() -> NoReturn:
         host.volunteer_for_oom_kill()
         host.ask_for_signal_at_parents_death(signal.SIGTERM)
         config = load_config(Path(order.config))
-        ledger = open_ledger(config.state / "ledger.db", host, create=False)
+        ledger = open_ledger(StateDirectory(config, host).ledger_path, host, create=False)
         worker = Worker(order, config, ledger, host)
         listen(worker)
         end = worker.drive()
@@ -6227,7 +6232,6 @@ class Supervisor:
         self._state = StateDirectory(config, host)
         self._store = self._state.store(launch.job)
         self._lock = JobLock(self._state.lock_path(launch.job))
-        self._maintenance = Maintenance(config.state / "maintenance.lock")
         self._me = cast("ProcessIdentity", host.identify())
         self._who = f"supervisor {self._me.pid}"
         self._stops = StopCounter(host)
@@ -6245,7 +6249,7 @@ class Supervisor:
         self._state.require_fit(create=not self._launch.only_resume)
         self._ledger = self._state.open_ledger(create=not self._launch.only_resume)
         try:
-            self._maintenance.require_open()  # the admission looks again
+            self._state.maintenance.require_open()  # the admission looks again
             self._host.notify_systemd("READY=1")
             if not self._take_lock():
                 self._watcher.say("stopped while waiting; nothing was started")
@@ -6343,7 +6347,7 @@ class Supervisor:
             owner=self._me,
             who=self._who,
             run_id=os.urandom(5).hex(),
-            require_admission=self._maintenance.require_open,
+            require_admission=self._state.maintenance.require_open,
             require_may_go_on=self._require_may_go_on,
             write_checkpoint=self._store.replace,
             overrides=launch.overrides,
@@ -6398,7 +6402,7 @@ class Supervisor:
             return self._attempt_in_process(admission, order)
         shown = self._ledger.newest_event()
         try:
-            worker = WorkerProcess(order, self._log(run), run, self._host)
+            worker = WorkerProcess(order, self._state.log_path(run), run, self._host)
         except BatchrunError as refusal:
             seen = letter_end(refusal)._replace(ending=Ending.DIED)
             return self._outcome(self._ledger.settle(run, generation, seen))
@@ -6483,11 +6487,8 @@ class Supervisor:
         if not attempt.unchanged:
             text += f"\nCommit {run.number} stands: {run.read:,} records are done."
         if not attempt.todo:
-            text += f"\nThe log: {self._log(run)}\nTo go on: batchrun resume {run.id}"
+            text += f"\nThe log: {self._state.log_path(run)}\nTo go on: batchrun resume {run.id}"
         return text
-
-    def _log(self, run: Run) -> Path:
-        return self._config.state / "logs" / run.job / f"{run.id}.log"
 
 
 class CodeChanged(BatchrunError):
@@ -6725,7 +6726,7 @@ def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path
         what = "A job that is to be repaired runs right now."
         raise Busy(what, unchanged="Nothing was changed.", todo="See: batchrun status")
     path = state.ledger_path
-    files = [path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm")]
+    files = [beside(path, suffix) for suffix in ("", "-wal", "-shm")]
     stored = [state.store(c.job).path(c.run) for c in checkpoints]
     aside = set_aside(files + stored, state.path / "aside" / host.now().replace(":", ""))
     if repair.lost:
@@ -7278,7 +7279,7 @@ def status_command(app: App, *, name: str | None) -> ExitCode:
             stands = standing(ledger, run, app.host) if run else never_run(job)
             refused = ledger.refused_since_success(job)
             jobs.append(summarise_job(job, run, stands, ledger.last_success(job), refused))
-    barrier = Maintenance(app.config.state / "maintenance.lock").find()
+    barrier = app.state.maintenance.find()
     text = render_one_status(jobs[0]) if name else render_status(jobs, app.host.now())
     said = [f"maintenance is on since {barrier.since} {barrier.reason}".rstrip()] if barrier else []
     said += [warning] if (warning := app.state.warning()) else []
