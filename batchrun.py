@@ -2140,7 +2140,7 @@ class Ledger:
         return self._all(Run, f"WHERE {UNFINISHED} ORDER BY key")
 
     def latest(self, job: str) -> Run | None:
-        """Return a job's newest run."""
+        """Return a job's newest run: the unfinished one, if there is one."""
         return self._one(Run, "WHERE job = ? ORDER BY key DESC LIMIT 1", job)
 
     def latest_of_each_job(self) -> list[Run]:
@@ -7126,7 +7126,7 @@ class App:
             NotFound: none, or more than one.
         """
         if name in self.config.jobs:
-            run = ledger.unfinished(name) or ledger.latest(name)
+            run = ledger.latest(name)
             if run is None:
                 raise NotFound(f"The job {name} has never run.", todo=f"Type: batchrun run {name}")
             return run
@@ -7272,9 +7272,8 @@ def status_command(app: App, *, name: str | None) -> ExitCode:
     jobs = []
     with app.ledger(write=False) as ledger:
         for each in [name] if name else app.config.jobs:
-            run = ledger.unfinished(each) or ledger.latest(each)
-            if each not in app.config.jobs:
-                run = app.find_run(ledger, each)
+            is_job = each in app.config.jobs
+            run = ledger.latest(each) if is_job else app.find_run(ledger, each)
             job = run.job if run else each
             stands = standing(ledger, run, app.host) if run else never_run(job)
             refused = ledger.refused_since_success(job)
