@@ -57,7 +57,7 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from datetime import date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
@@ -1796,12 +1796,12 @@ class CheckpointStore:
 #
 #   one verb, one transaction   BEGIN IMMEDIATE, short, never around the job's code
 #   one state change            as compare-and-set; 0 rows = IllegalTransition or LostOwnership
-#   one event                   an AUTOINCREMENT id is the ledger's clock; wall time is a label
+#   one event a state change    its AUTOINCREMENT id is the ledger's clock; wall time is a label
 #
 # A ledger is ours if and only if application_id and user_version are known and the one row of the
 # table `ledger` is there. It is made whole under another name and renamed into place, and only
-# where there is no ledger, no write-ahead log and no checkpoint either: a ledger that lost its
-# rows looks healthy to SQLite, and only the checkpoints can tell.
+# where there is no ledger, no write-ahead log and no checkpoint either (but for `repair`): a ledger
+# that lost its rows looks healthy to SQLite, and only the checkpoints can tell.
 #
 # A COMMIT that raised may have happened. It is never repeated in the same process: the process
 # ends, and the next start finds out. The connection is not usable in a forked child.
@@ -3235,7 +3235,8 @@ def command_line_text() -> str:
 # in reverse order is Python's own.
 #
 # What the job's calls of batchrun raise is final: whoever swallows it gets it again with the next
-# call, and no commit is made any more.
+# call, and no commit is made any more. Only connect(), enter() and on_exit() raise like any other
+# code: they touch neither loop nor commit.
 #
 # A target is a connection in which batchrun keeps one row per run and loop in `batchrun_mark`.
 # The mark commits together with the batch's rows, fenced by the generation:
@@ -3280,7 +3281,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        """Return the first line of the function's or module's docstring."""
+        """The first line of the function's or module's docstring."""
         module = sys.modules.get(self.function.__module__)
         return (self.function.__doc__ or (module and module.__doc__) or "").strip().split("\n")[0]
 
@@ -5324,17 +5325,17 @@ class Found(NamedTuple):
 
     @property
     def file(self) -> Checkpoint:
-        """Return the checkpoint of a file that is known to be valid."""
+        """The checkpoint of a file that is known to be valid."""
         return cast("Checkpoint", self.checkpoint)
 
     @property
     def ahead(self) -> int:
-        """Return by how many commits the file is ahead of the ledger."""
+        """By how many commits the file is ahead of the ledger."""
         return self.file.number - self.run.number
 
     @property
-    def state(self) -> str:
-        """Return what is wrong with the file, in words."""
+    def fault(self) -> str:
+        """What is wrong with the file, in words."""
         older = "older than the ledger" if self.checkpoint else "missing"
         return self.broken or older
 
@@ -5434,7 +5435,7 @@ def agree(ledger: Ledger, store: CheckpointStore, run: Run, *, anew: bool) -> Ag
         raise cannot_agree(found, why, path)
     if action == REWRITE:
         at = f"restored from the ledger's copy of commit {run.number}"
-        return Agreement(f"the checkpoint {path} was {found.state}: {at}", content=found.copy)
+        return Agreement(f"the checkpoint {path} was {found.fault}: {at}", content=found.copy)
     content = checkpoint_bytes(found.file)[0] if anew and action != START else None
     if action == FORWARD:
         held = f"commit {found.file.number} was in the checkpoint only"
@@ -5445,7 +5446,7 @@ def agree(ledger: Ledger, store: CheckpointStore, run: Run, *, anew: bool) -> Ag
 
 def cannot_agree(found: Found, why: str, path: Path) -> PersonNeeded:
     """Return the letter for a run whose ledger and checkpoint contradict each other."""
-    run, held, lost = found.run, f"{path}: {found.state}", "where it stood"
+    run, held, lost = found.run, f"{path}: {found.fault}", "where it stood"
     if found.checkpoint is not None:
         held = f"{path}: commit {found.file.number} of generation {found.file.generation}"
         first, last = run.number + 1, found.file.number - 1
@@ -5486,7 +5487,7 @@ def retire_witnesses(ledger: Ledger, store: CheckpointStore) -> None:
 
 
 def check(
-    ledger: Ledger, store_of: Callable[[str], CheckpointStore], jobs: Iterable[str]
+    ledger: Ledger, store_of: Callable[[str], CheckpointStore], jobs: Container[str]
 ) -> list[Finding]:
     """Return what is wrong with ledger, checkpoints and marks; changes nothing."""
     findings = []
@@ -5627,7 +5628,7 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
 
 
 def never_run(job: str) -> Standing:
-    """Return how a job stands that has no run."""
+    """Return how a job stands that has never run."""
     return Standing(RunState.WAITING, "", f"batchrun run {job}")
 
 
@@ -5693,7 +5694,7 @@ UNRECORDED = (ExitCode.STATE_DIRECTORY, ExitCode.LOST_OWNERSHIP, ExitCode.BUSY)
 
 
 class Order(NamedTuple):
-    """What a supervisor tells its worker, as JSON on its command line; never a secret."""
+    """What a supervisor tells its worker, as JSON on its command line; no secret is in it."""
 
     config: str
     job: str
@@ -6166,17 +6167,18 @@ def listen(worker: Worker) -> None:
 # ======================================================================================
 #
 # A supervisor owns one job's lock, admits one run, and watches one worker at a time. It has no job
-# code, no threads and no signal handlers: the signals that it counts are blocked and taken up in
-# its loop, so nothing can cut into a ledger verb or a lock.
+# code, no threads and no signal handlers (--in-process has the worker's): the signals that it
+# counts are blocked and taken up in its loop, so nothing can cut into a ledger verb or a lock.
 #
-# Order at start: state directory, maintenance, job lock, ledger. A worker's exit code is diagnosis
-# and never evidence: the run's edge is made from the row that the worker recorded under its own
+# Order at start: state directory, ledger (a refused start is a row too), maintenance, job lock, and
+# last the admission, which looks at all of them again. A worker's exit code is diagnosis and never
+# evidence: the run's edge is made from the row that the worker recorded under its own
 # generation. The lock is released if and only if nothing that the worker started lives any more;
 # on every other way out it stays locked until the last process that has it open is gone.
 #
 #   first stop     SIGTERM to the worker: it ends at its next safe point
 #   second stop    SIGUSR1, also when stop_grace is over: the batch is given up and rolled back
-#   third stop     SIGKILL, also 10 s after stop_grace at most: out; the run can be resumed
+#   third stop     SIGKILL, also 10 s or stop_grace (the less) later: out; the run can be resumed
 
 COUNTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WATCH_INTERVAL_S = 0.2
@@ -6590,7 +6592,7 @@ class WorkerProcess:
 
     @property
     def ended_by(self) -> int | None:
-        """Return the signal that ended the worker, if one did."""
+        """The signal that ended the worker, if one did."""
         return -self._exit if self._exit < 0 else None
 
     def ask(self, number: signal.Signals) -> None:
@@ -7089,7 +7091,7 @@ class Console:
 
 
 class App:
-    """What every command starts from: the machine, the configuration, and where words go."""
+    """The machine, the configuration, and where words go; made once for one command."""
 
     def __init__(self) -> None:
         self.host = Host()
@@ -7104,12 +7106,12 @@ class App:
 
     @functools.cached_property
     def config(self) -> Config:
-        """Return the configuration; read on first use."""
+        """The configuration; read on first use."""
         return load_config(Path(self.console.config or "batchrun.toml").absolute())
 
     @functools.cached_property
     def state(self) -> StateDirectory:
-        """Return the state directory that the configuration names."""
+        """The state directory that the configuration names."""
         return StateDirectory(self.config, self.host)
 
     def ledger(self, *, write: bool) -> contextlib.closing[Ledger]:
@@ -7332,7 +7334,7 @@ def stop_command(app: App, name: str, request: Request, done: str) -> ExitCode:
 
 @command("Answer and mend", exits=[ExitCode.FINDINGS, ExitCode.PERSON_NEEDED])
 def check_command(app: App) -> ExitCode:
-    """Compare ledger and checkpoints; changes nothing."""
+    """Compare ledger, checkpoints and marks; changes nothing."""
     with app.ledger(write=False) as ledger:
         findings = check(ledger, app.state.store, app.config.jobs)
         for store in app.state.stores():
