@@ -1026,11 +1026,11 @@ def _heading(name: str) -> str:
     return f"[jobs.{name if re.fullmatch('[A-Za-z0-9_-]+', name) else json.dumps(name)}]"
 
 
-def _typed(*paths: Path) -> str:
-    """Return paths as they are typed in a shell."""
+def _typed(*words: Path | str) -> str:
+    """Return words as they are typed in a shell."""
     import shlex  # only for letters
 
-    return shlex.join(map(str, paths))
+    return shlex.join(map(str, words))
 
 
 def _refusal(what: str, problems: Iterable[str | None], todo: str) -> ConfigurationError:
@@ -3166,8 +3166,8 @@ class StateDirectory:
     def _require_owner(self, found: os.stat_result) -> None:
         if found.st_uid != os.geteuid():
             owner = self._host.user_name(found.st_uid)
-            again = f"sudo -u {owner} {command_line_text()}"
-            raise self._unfit(f"it belongs to {owner}", f"Type: {again}")
+            again = _typed("batchrun", *sys.argv[1:])
+            raise self._unfit(f"it belongs to {owner}", f"Type: sudo -u {owner} {again}")
         if found.st_mode & 0o022:
             todo = f"Type: chmod go-w {self.path}"
             raise self._unfit("others may write to it", todo)
@@ -3216,13 +3216,6 @@ class StateDirectory:
     def stores(self) -> list[CheckpointStore]:
         """Return the checkpoints of every job that has some, also of one no longer configured."""
         return [CheckpointStore(path) for path in sorted((self.path / "checkpoints").glob("*/"))]
-
-
-def command_line_text() -> str:
-    """Return the command that is running, as it can be typed again."""
-    import shlex  # only in a letter
-
-    return shlex.join(["batchrun", *sys.argv[1:]])
 
 
 # ======================================================================================
@@ -7073,10 +7066,8 @@ class Console:
         """Return text whose lines to type can be typed anywhere: with --config, if it was given."""
         if not self.config:
             return text
-        import shlex
-
         names = "|".join(parts.name for parts in COMMANDS)
-        here = f"batchrun --config {shlex.quote(self.config)} "
+        here = f"batchrun --config {_typed(self.config)} "
         return re.sub(rf"\bbatchrun (?=(?:{names})\b)", lambda _: here, text)
 
     def _draw(self, line: str) -> None:
