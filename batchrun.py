@@ -7234,6 +7234,14 @@ def already(run: Run) -> tuple[str, dict[str, Any]]:
     return text.replace("has cancelled", "was cancelled"), {"run": run.id, "state": run.state}
 
 
+FINE = (ExitCode.DONE, ExitCode.DONE_WITH_REJECTS, ExitCode.STOPPED)
+
+
+def worst_of(codes: Iterable[ExitCode]) -> ExitCode:
+    """Return the exit code that most needs to be seen: one that is fine hides no other."""
+    return max(codes, key=lambda code: (code not in FINE, code))
+
+
 def tick(app: App) -> ExitCode:
     """Go on with every run that is due, one after another; 0 if none was, else the worst end."""
     try:
@@ -7243,7 +7251,7 @@ def tick(app: App) -> ExitCode:
             due = [run for run in known if standing(ledger, run, app.host).is_due]
     except NotFound:
         return ExitCode.DONE
-    worst = ExitCode.DONE
+    codes = [ExitCode.DONE]
     for run in due:
         try:
             code = app.supervise(Launch(run.job, only_resume=True))
@@ -7253,10 +7261,10 @@ def tick(app: App) -> ExitCode:
         except BatchrunError as error:
             app.console.letter(str(error), error.exit_code)
             code = error.exit_code
-        worst = max(worst, code)
+        codes.append(code)
         if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
             break  # whoever stops this run, stops the tick; the next one goes on
-    return worst
+    return worst_of(codes)
 
 
 @command("Every day", word("name", required=False), exits=(ExitCode.FINDINGS, ExitCode.NOT_FOUND))
