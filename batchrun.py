@@ -6396,12 +6396,13 @@ class Supervisor:
         if self._launch.in_process:
             return self._attempt_in_process(admission, order)
         shown = self._ledger.newest_event()
+        self._nothing_lives = False
         try:
             worker = WorkerProcess(order, self._state.log_path(run), run, self._host)
         except BatchrunError as refusal:
+            self._nothing_lives = True
             seen = letter_end(refusal)._replace(ending=Ending.DIED)
             return self._outcome(self._ledger.settle(run, generation, seen))
-        self._nothing_lives = False
         self._watch(worker, run, shown)
         self._nothing_lives = worker.end_group()
         ended = {"signal": worker.ended_by, "peak_rss_bytes": worker.peak_rss_bytes}
