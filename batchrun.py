@@ -1440,10 +1440,9 @@ CHECKPOINT_MAX_BYTES = 1_048_576
 CURSOR_MAX_BYTES = 65_536
 PLAIN_INT_MAX = 2**53
 
-_compact = json.JSONEncoder(ensure_ascii=False, separators=(", ", ": "), allow_nan=False).encode
-_a_value_a_line = json.JSONEncoder(
-    ensure_ascii=False, separators=(",\n", ": "), allow_nan=False
-).encode
+_encoder = functools.partial(json.JSONEncoder, ensure_ascii=False, allow_nan=False)
+_compact = _encoder().encode
+_a_value_a_line = _encoder(separators=(",\n", ": ")).encode
 
 
 class CursorError(JobError):
@@ -1458,6 +1457,14 @@ class BrokenCheckpoint(BatchrunError):
 
 class NewerFormat(StateDirectoryError):
     """A file that a newer batchrun wrote; it is not touched."""
+
+    def __init__(self, subject: str, has: int | str, known: int) -> None:
+        super().__init__(
+            f"{subject} {has}; this batchrun knows {known}.",
+            why="A newer batchrun wrote it.",
+            unchanged="It was not touched.",
+            todo="Install that version again: python -m pip install -U batchrun",
+        )
 
 
 def encode_cursor(value: object) -> str:
@@ -1660,12 +1667,7 @@ def parse_checkpoint(content: bytes) -> tuple[Checkpoint, str]:
     if not newline or len(words) != 4 or words[0] != CHECKPOINT_MAGIC or not words[1].isdecimal():
         raise BrokenCheckpoint("it does not begin with a checkpoint's header")
     if int(words[1]) > CHECKPOINT_FORMAT:
-        raise NewerFormat(
-            f"A checkpoint has format {words[1]}; this batchrun knows {CHECKPOINT_FORMAT}.",
-            why="A newer batchrun wrote it.",
-            unchanged="It was not touched.",
-            todo="Install that version again: python -m pip install -U batchrun",
-        )
+        raise NewerFormat("A checkpoint has format", words[1], CHECKPOINT_FORMAT)
     if words[1] != str(CHECKPOINT_FORMAT):
         raise BrokenCheckpoint(f"there never was a format {words[1]}")
     if len(content) > CHECKPOINT_MAX_BYTES:
@@ -2728,15 +2730,10 @@ def require_sqlite(version: str) -> None:
 
 
 def require_known_version(connection: apsw.Connection, path: Path) -> int:
-    """Return the ledger's version, unless a newer batchrun made it, or migrated it meanwhile."""
+    """Return the ledger's version, unless a newer batchrun wrote it, or migrated it meanwhile."""
     version = int(cast("int", connection.pragma("user_version")))
     if version > SCHEMA_VERSION:
-        raise StateDirectoryError(
-            f"The ledger {path} has version {version}; this batchrun knows {SCHEMA_VERSION}.",
-            why="A newer batchrun made it.",
-            unchanged="It was not touched.",
-            todo="Install that version again: python -m pip install -U batchrun",
-        )
+        raise NewerFormat(f"The ledger {path} has version", version, SCHEMA_VERSION)
     return version
 
 

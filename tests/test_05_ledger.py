@@ -825,7 +825,7 @@ def test_a_newer_ledger_is_refused_untouched(at_rest: Path) -> None:
     assert refusal.exit_code == ExitCode.STATE_DIRECTORY
     assert str(refusal) == (
         f"The ledger {at_rest} has version 2; this batchrun knows 1.\n"
-        "A newer batchrun made it.\n"
+        "A newer batchrun wrote it.\n"
         "It was not touched.\n"
         "Install that version again: python -m pip install -U batchrun"
     )
