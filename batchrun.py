@@ -709,18 +709,33 @@ def discard_file(directory: int, temporary: str) -> None:
         os.unlink(temporary, dir_fd=directory)
 
 
+@contextlib.contextmanager
+def open_folder(path: Path) -> Iterator[int]:
+    """Hold a folder open and yield its descriptor."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file by a whole and durable new one, or leave it as it was."""
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with open_folder(path.parent) as directory:
         temporary = prepare_file(directory, path.name, content)
         try:
             publish_file(directory, temporary, path.name)
         except BaseException:
             discard_file(directory, temporary)
             raise
-    finally:
-        os.close(directory)
+
+
+def make_private_file(path: Path) -> None:
+    """Make an empty file with mode 0600, whatever the umask; it must not be there."""
+    ways = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, ways, 0o600)
+    os.fchmod(descriptor, 0o600)
+    os.close(descriptor)
 
 
 def make_private_folder(path: Path) -> None:
@@ -730,11 +745,8 @@ def make_private_folder(path: Path) -> None:
     except FileExistsError:
         return
     path.chmod(0o700)
-    parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with open_folder(path.parent) as parent:
         os.fsync(parent)
-    finally:
-        os.close(parent)
 
 
 # ======================================================================================
@@ -2806,8 +2818,7 @@ def is_missing(path: Path) -> bool:
 @contextlib.contextmanager
 def _alone_in(folder: Path, host: Host) -> Iterator[int]:
     """Hold the folder's lock, within the ledger's own limit, and yield its descriptor."""
-    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with open_folder(folder) as directory:
         until = host.monotonic() + BUSY_LIMIT_S
         while not _flock(directory):
             if host.monotonic() > until:
@@ -2815,8 +2826,6 @@ def _alone_in(folder: Path, host: Host) -> Iterator[int]:
                 raise Busy(what, unchanged="Nothing was changed.")
             host.sleep(BUSY_STEP_S)
         yield directory
-    finally:
-        os.close(directory)
 
 
 def _flock(descriptor: int) -> bool:
@@ -2837,9 +2846,7 @@ def create_ledger(path: Path, host: Host, uuid: str) -> None:
         for suffix in ("", "-journal", "-wal", "-shm"):
             beside(new, suffix).unlink(missing_ok=True)
         try:
-            descriptor = os.open(new, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600)
-            os.fchmod(descriptor, 0o600)
-            os.close(descriptor)
+            make_private_file(new)
             connection = apsw.Connection(str(new), flags=apsw.SQLITE_OPEN_READWRITE)
             with contextlib.closing(connection):
                 _write_schema(connection, host, uuid)
@@ -2953,7 +2960,7 @@ def _all_jobs_stopped(locks: Path) -> Iterator[None]:
 def _back_up(connection: apsw.Connection, target: Path) -> None:
     """Copy a ledger in use, whole and consistent, to a file that only its owner can read."""
     target.unlink(missing_ok=True)
-    os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600))
+    make_private_file(target)
     with (
         contextlib.closing(apsw.Connection(str(target))) as copy,
         copy.backup("main", connection, "main") as backup,
