@@ -5292,6 +5292,8 @@ class Reader:
 #
 # What a start finds, first row that applies. Nothing is written before the verdict; the admission
 # then does what it says, in its own transaction. Nothing here ever begins at record 1 silently.
+# What a start refuses, `repair` mends: it copies everything aside, then lets the ledger stand where
+# the checkpoints do.
 
 START, GO_ON, FORWARD, REWRITE, REFUSE = "start", "go on", "forward", "rewrite", "refuse"
 LOG_LIMIT_BYTES = 64_000_000
@@ -5587,6 +5589,74 @@ def set_aside(paths: list[Path], folder: Path) -> list[Path]:
     for path in there:
         write_atomically(folder / path.name, path.read_bytes())
     return [folder / path.name for path in there]
+
+
+class Repair(NamedTuple):
+    """What makes the ledger agree with the checkpoints again.
+
+    Attributes:
+        lost: why the ledger must be made anew; empty if it can be kept.
+        adopt: the checkpoints to take over, each with the reason.
+    """
+
+    lost: str
+    adopt: list[tuple[str, Checkpoint]]
+
+
+def find_repair(state: StateDirectory) -> Repair:
+    """Return what has to be repaired, changing nothing."""
+    stores = state.stores()
+    try:
+        with contextlib.closing(state.open_ledger(create=False, write=False)) as ledger:
+            lost = ledger.damage()
+            adopt = [] if lost else [pair for store in stores for pair in repairs(ledger, store)]
+    except PersonNeeded as error:
+        lost = error.what
+    if lost:
+        found = (checkpoint for store in stores for checkpoint in readable_checkpoints(store))
+        adopt = [("the ledger is lost", checkpoint) for checkpoint in found]
+    return Repair(lost, adopt)
+
+
+def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path]:
+    """Copy ledger and checkpoints aside, then let the ledger stand where the checkpoints do.
+
+    Returns:
+        The copies.
+
+    Raises:
+        Busy: one of the jobs runs; nothing was changed.
+    """
+    checkpoints = [checkpoint for _, checkpoint in repair.adopt]
+    jobs = {c.job for c in checkpoints} | {store.folder.name for store in state.stores()}
+    locks = [JobLock(state.lock_path(job)) for job in sorted(jobs)]
+    if not all(lock.acquire() for lock in locks):
+        what = "A job that is to be repaired runs right now."
+        raise Busy(what, unchanged="Nothing was changed.", todo="See: batchrun status")
+    path = state.ledger_path
+    files = [beside(path, suffix) for suffix in ("", "-wal", "-shm")]
+    stored = [state.store(c.job).path(c.run) for c in checkpoints]
+    aside = set_aside(files + stored, state.path / "aside" / host.now().replace(":", ""))
+    if repair.lost:
+        for file in files:
+            file.unlink(missing_ok=True)
+        create_ledger(path, host, checkpoints[0].ledger if checkpoints else os.urandom(16).hex())
+    adopt_newest(state, checkpoints, host)
+    for lock in locks:
+        lock.release()
+    return aside
+
+
+def adopt_newest(state: StateDirectory, checkpoints: list[Checkpoint], host: Host) -> None:
+    """Let the ledger take over each job's newest checkpoint; older ones are kept aside only."""
+    newest = {c.job: c for c in checkpoints}  # oldest come first: the last of each job
+    with contextlib.closing(open_ledger(state.ledger_path, host, create=False)) as ledger:
+        for checkpoint in checkpoints:
+            if newest[checkpoint.job] is checkpoint:
+                content, digest = checkpoint_bytes(checkpoint)
+                ledger.adopt(checkpoint, content, digest, host.user_name(os.getuid()))
+            else:  # of a run before it, whose ending nobody knows any more
+                state.store(checkpoint.job).remove(checkpoint.run)
 
 
 def is_paused_by_person(run: Run) -> bool:
@@ -6681,74 +6751,6 @@ def stop_run(state: StateDirectory, ledger: Ledger, run: Run, request: Request, 
     finally:
         lock.release()
     return True
-
-
-class Repair(NamedTuple):
-    """What makes the ledger agree with the checkpoints again.
-
-    Attributes:
-        lost: why the ledger must be made anew; empty if it can be kept.
-        adopt: the checkpoints to take over, each with the reason.
-    """
-
-    lost: str
-    adopt: list[tuple[str, Checkpoint]]
-
-
-def find_repair(state: StateDirectory) -> Repair:
-    """Return what has to be repaired, changing nothing."""
-    stores = state.stores()
-    try:
-        with contextlib.closing(state.open_ledger(create=False, write=False)) as ledger:
-            lost = ledger.damage()
-            adopt = [] if lost else [pair for store in stores for pair in repairs(ledger, store)]
-    except PersonNeeded as error:
-        lost = error.what
-    if lost:
-        found = (checkpoint for store in stores for checkpoint in readable_checkpoints(store))
-        adopt = [("the ledger is lost", checkpoint) for checkpoint in found]
-    return Repair(lost, adopt)
-
-
-def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path]:
-    """Copy ledger and checkpoints aside, then let the ledger stand where the checkpoints do.
-
-    Returns:
-        The copies.
-
-    Raises:
-        Busy: one of the jobs runs; nothing was changed.
-    """
-    checkpoints = [checkpoint for _, checkpoint in repair.adopt]
-    jobs = {c.job for c in checkpoints} | {store.folder.name for store in state.stores()}
-    locks = [JobLock(state.lock_path(job)) for job in sorted(jobs)]
-    if not all(lock.acquire() for lock in locks):
-        what = "A job that is to be repaired runs right now."
-        raise Busy(what, unchanged="Nothing was changed.", todo="See: batchrun status")
-    path = state.ledger_path
-    files = [beside(path, suffix) for suffix in ("", "-wal", "-shm")]
-    stored = [state.store(c.job).path(c.run) for c in checkpoints]
-    aside = set_aside(files + stored, state.path / "aside" / host.now().replace(":", ""))
-    if repair.lost:
-        for file in files:
-            file.unlink(missing_ok=True)
-        create_ledger(path, host, checkpoints[0].ledger if checkpoints else os.urandom(16).hex())
-    adopt_newest(state, checkpoints, host)
-    for lock in locks:
-        lock.release()
-    return aside
-
-
-def adopt_newest(state: StateDirectory, checkpoints: list[Checkpoint], host: Host) -> None:
-    """Let the ledger take over each job's newest checkpoint; older ones are kept aside only."""
-    newest = {c.job: c for c in checkpoints}  # oldest come first: the last of each job
-    with contextlib.closing(open_ledger(state.ledger_path, host, create=False)) as ledger:
-        for checkpoint in checkpoints:
-            if newest[checkpoint.job] is checkpoint:
-                content, digest = checkpoint_bytes(checkpoint)
-                ledger.adopt(checkpoint, content, digest, host.user_name(os.getuid()))
-            else:  # of a run before it, whose ending nobody knows any more
-                state.store(checkpoint.job).remove(checkpoint.run)
 
 
 # ======================================================================================
