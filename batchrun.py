@@ -57,7 +57,7 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from datetime import date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
@@ -174,8 +174,6 @@ class Reason(StrEnum):
     NONE = ""
     PERSON = "person"
     STOP = "stop"
-    LIMIT = "limit"
-    REPAIR = "repair"
 
 
 class Ending(StrEnum):
@@ -378,7 +376,6 @@ class Attempt(NamedTuple):
     from_number: int
     to_number: int | None
     releases: list[dict[str, Any]]
-    log: str | None
 
 
 class BatchRow(NamedTuple):
@@ -535,13 +532,6 @@ class Host:
         wanted = os.fstat(descriptor)
         others = (f for f in Path("/proc").glob("[0-9]*") if int(f.name) != os.getpid())
         return sorted(int(folder.name) for folder in others if _has_open(folder, wanted))
-
-    def command_line(self, pid: int) -> str:
-        """Return what a process was started as; empty if it is gone."""
-        try:
-            return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-        except (OSError, UnicodeDecodeError):
-            return ""
 
     def age_s(self, process: ProcessIdentity) -> float:
         """Return for how long a process has lived."""
@@ -720,18 +710,33 @@ def discard_file(directory: int, temporary: str) -> None:
         os.unlink(temporary, dir_fd=directory)
 
 
+@contextlib.contextmanager
+def open_folder(path: Path) -> Iterator[int]:
+    """Hold a folder open and yield its descriptor."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file by a whole and durable new one, or leave it as it was."""
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with open_folder(path.parent) as directory:
         temporary = prepare_file(directory, path.name, content)
         try:
             publish_file(directory, temporary, path.name)
         except BaseException:
             discard_file(directory, temporary)
             raise
-    finally:
-        os.close(directory)
+
+
+def make_private_file(path: Path) -> None:
+    """Make an empty file with mode 0600, whatever the umask; it must not be there."""
+    ways = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, ways, 0o600)
+    os.fchmod(descriptor, 0o600)
+    os.close(descriptor)
 
 
 def make_private_folder(path: Path) -> None:
@@ -741,11 +746,8 @@ def make_private_folder(path: Path) -> None:
     except FileExistsError:
         return
     path.chmod(0o700)
-    parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with open_folder(path.parent) as parent:
         os.fsync(parent)
-    finally:
-        os.close(parent)
 
 
 # ======================================================================================
@@ -1037,11 +1039,11 @@ def _heading(name: str) -> str:
     return f"[jobs.{name if re.fullmatch('[A-Za-z0-9_-]+', name) else json.dumps(name)}]"
 
 
-def _typed(*paths: Path) -> str:
-    """Return paths as they are typed in a shell."""
+def _typed(*words: Path | str) -> str:
+    """Return words as they are typed in a shell."""
     import shlex  # only for letters
 
-    return shlex.join(map(str, paths))
+    return shlex.join(map(str, words))
 
 
 def _refusal(what: str, problems: Iterable[str | None], todo: str) -> ConfigurationError:
@@ -1451,10 +1453,9 @@ CHECKPOINT_MAX_BYTES = 1_048_576
 CURSOR_MAX_BYTES = 65_536
 PLAIN_INT_MAX = 2**53
 
-_compact = json.JSONEncoder(ensure_ascii=False, separators=(", ", ": "), allow_nan=False).encode
-_a_value_a_line = json.JSONEncoder(
-    ensure_ascii=False, separators=(",\n", ": "), allow_nan=False
-).encode
+_encoder = functools.partial(json.JSONEncoder, ensure_ascii=False, allow_nan=False)
+_compact = _encoder().encode
+_a_value_a_line = _encoder(separators=(",\n", ": ")).encode
 
 
 class CursorError(JobError):
@@ -1469,6 +1470,14 @@ class BrokenCheckpoint(BatchrunError):
 
 class NewerFormat(StateDirectoryError):
     """A file that a newer batchrun wrote; it is not touched."""
+
+    def __init__(self, subject: str, has: int | str, known: int) -> None:
+        super().__init__(
+            f"{subject} {has}; this batchrun knows {known}.",
+            why="A newer batchrun wrote it.",
+            unchanged="It was not touched.",
+            todo="Install that version again: python -m pip install -U batchrun",
+        )
 
 
 def encode_cursor(value: object) -> str:
@@ -1671,12 +1680,7 @@ def parse_checkpoint(content: bytes) -> tuple[Checkpoint, str]:
     if not newline or len(words) != 4 or words[0] != CHECKPOINT_MAGIC or not words[1].isdecimal():
         raise BrokenCheckpoint("it does not begin with a checkpoint's header")
     if int(words[1]) > CHECKPOINT_FORMAT:
-        raise NewerFormat(
-            f"A checkpoint has format {words[1]}; this batchrun knows {CHECKPOINT_FORMAT}.",
-            why="A newer batchrun wrote it.",
-            unchanged="It was not touched.",
-            todo="Install that version again: python -m pip install -U batchrun",
-        )
+        raise NewerFormat("A checkpoint has format", words[1], CHECKPOINT_FORMAT)
     if words[1] != str(CHECKPOINT_FORMAT):
         raise BrokenCheckpoint(f"there never was a format {words[1]}")
     if len(content) > CHECKPOINT_MAX_BYTES:
@@ -1807,12 +1811,12 @@ class CheckpointStore:
 #
 #   one verb, one transaction   BEGIN IMMEDIATE, short, never around the job's code
 #   one state change            as compare-and-set; 0 rows = IllegalTransition or LostOwnership
-#   one event                   an AUTOINCREMENT id is the ledger's clock; wall time is a label
+#   one event a state change    its AUTOINCREMENT id is the ledger's clock; wall time is a label
 #
 # A ledger is ours if and only if application_id and user_version are known and the one row of the
 # table `ledger` is there. It is made whole under another name and renamed into place, and only
-# where there is no ledger, no write-ahead log and no checkpoint either: a ledger that lost its
-# rows looks healthy to SQLite, and only the checkpoints can tell.
+# where there is no ledger, no write-ahead log and no checkpoint either (but for `repair`): a ledger
+# that lost its rows looks healthy to SQLite, and only the checkpoints can tell.
 #
 # A COMMIT that raised may have happened. It is never repeated in the same process: the process
 # ends, and the next start finds out. The connection is not usable in a forked child.
@@ -1852,7 +1856,7 @@ CREATE TABLE attempt (
   ending TEXT, reason TEXT, exit_code INTEGER, signal INTEGER,
   error TEXT, unchanged TEXT, todo TEXT,
   peak_rss_bytes INTEGER, from_number INTEGER NOT NULL, to_number INTEGER,
-  releases TEXT NOT NULL DEFAULT '[]', log TEXT,
+  releases TEXT NOT NULL DEFAULT '[]',
   PRIMARY KEY (run, generation)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE batch (
@@ -1902,6 +1906,7 @@ MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error
   ended_at = iif(:ends, :now, NULL), request = iif(
     :ends OR (request = 'pause' AND :to IN ('paused', 'reserved')), NULL, request)
   WHERE key = :key AND state = :state RETURNING 1"""
+SAID = "said"  # an event whose `why` is a line for people
 LINK_COLUMNS = ("first_key", "last_key", "read", "rejected", "counts", "elapsed_s")
 
 
@@ -1971,7 +1976,6 @@ class Start(NamedTuple):
         owner: the supervisor.
         who: the same in words, for events.
         run_id: the id for a new run.
-        log: path of the attempt's log file, `{run}` standing for the run's id.
         only_resume: whether no new run is to begin if nothing is unfinished.
         fresh: whether an unfinished run is to be cancelled first, with `fresh_reason`.
         require_admission: raises if the maintenance lockfile is there.
@@ -1982,7 +1986,6 @@ class Start(NamedTuple):
     owner: ProcessIdentity
     who: str
     run_id: str
-    log: str
     require_admission: Callable[[], None]
     require_may_go_on: Callable[[Run], None]
     write_checkpoint: Callable[[str, bytes], None]
@@ -2154,7 +2157,7 @@ class Ledger:
         return self._all(Run, f"WHERE {UNFINISHED} ORDER BY key")
 
     def latest(self, job: str) -> Run | None:
-        """Return a job's newest run."""
+        """Return a job's newest run: the unfinished one, if there is one."""
         return self._one(Run, "WHERE job = ? ORDER BY key DESC LIMIT 1", job)
 
     def latest_of_each_job(self) -> list[Run]:
@@ -2197,26 +2200,23 @@ class Ledger:
         rows = self._rows("SELECT seq FROM sqlite_sequence WHERE name = 'event'")
         return int(rows[0][0]) if rows else 0
 
-    def events(
-        self, run: Run | None = None, *, job: str | None = None, what: str = "%", after: int = 0
-    ) -> list[Event]:
-        """Return events in the order of their ids: of a run, of a job, or all.
+    def events(self, run: Run | None = None, *, what: str = "%", after: int = 0) -> list[Event]:
+        """Return events in the order of their ids: of a run, or all.
 
         `what` is a pattern for SQL's LIKE; only ids above `after` are returned.
         """
-        column, bound = ("run", run.key) if run else ("job", job)
-        mine = "" if bound is None else f" AND e.{column} = ?3"
+        mine = " AND e.run = ?3" if run else ""
         sql = (
             "SELECT e.id, e.at, r.id, e.job, e.who, e.what, e.why FROM event e"
             f" LEFT JOIN run r ON r.key = e.run WHERE e.id > ?1 AND e.what LIKE ?2{mine}"
             " ORDER BY e.id"
         )
-        bindings = (after, what) if bound is None else (after, what, bound)
+        bindings = (after, what, *([run.key] if run else []))
         return [Event(*row) for row in self._rows(sql, *bindings)]
 
     def said_since(self, run: Run, event: int) -> list[Event]:
         """Return the lines for people that were recorded after an event."""
-        return self.events(run, what="said", after=event)
+        return self.events(run, what=SAID, after=event)
 
     def refused_since_success(self, job: str) -> int:
         """Return how many starts of a job were refused since it last succeeded."""
@@ -2340,7 +2340,6 @@ class Ledger:
             supervisor=start.owner._asdict(),
             began_at=self._host.now(),
             from_number=self.run(run.key).number,
-            log=start.log,
         )
         return generation
 
@@ -2748,15 +2747,10 @@ def require_sqlite(version: str) -> None:
 
 
 def require_known_version(connection: apsw.Connection, path: Path) -> int:
-    """Return the ledger's version, unless a newer batchrun made it, or migrated it meanwhile."""
+    """Return the ledger's version, unless a newer batchrun wrote it, or migrated it meanwhile."""
     version = int(cast("int", connection.pragma("user_version")))
     if version > SCHEMA_VERSION:
-        raise StateDirectoryError(
-            f"The ledger {path} has version {version}; this batchrun knows {SCHEMA_VERSION}.",
-            why="A newer batchrun made it.",
-            unchanged="It was not touched.",
-            todo="Install that version again: python -m pip install -U batchrun",
-        )
+        raise NewerFormat(f"The ledger {path} has version", version, SCHEMA_VERSION)
     return version
 
 
@@ -2829,8 +2823,7 @@ def is_missing(path: Path) -> bool:
 @contextlib.contextmanager
 def _alone_in(folder: Path, host: Host) -> Iterator[int]:
     """Hold the folder's lock, within the ledger's own limit, and yield its descriptor."""
-    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with open_folder(folder) as directory:
         until = host.monotonic() + BUSY_LIMIT_S
         while not _flock(directory):
             if host.monotonic() > until:
@@ -2838,8 +2831,6 @@ def _alone_in(folder: Path, host: Host) -> Iterator[int]:
                 raise Busy(what, unchanged="Nothing was changed.")
             host.sleep(BUSY_STEP_S)
         yield directory
-    finally:
-        os.close(directory)
 
 
 def _flock(descriptor: int) -> bool:
@@ -2860,9 +2851,7 @@ def create_ledger(path: Path, host: Host, uuid: str) -> None:
         for suffix in ("", "-journal", "-wal", "-shm"):
             beside(new, suffix).unlink(missing_ok=True)
         try:
-            descriptor = os.open(new, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600)
-            os.fchmod(descriptor, 0o600)
-            os.close(descriptor)
+            make_private_file(new)
             connection = apsw.Connection(str(new), flags=apsw.SQLITE_OPEN_READWRITE)
             with contextlib.closing(connection):
                 _write_schema(connection, host, uuid)
@@ -2975,7 +2964,7 @@ def _all_jobs_stopped(locks: Path) -> Iterator[None]:
 def _back_up(connection: apsw.Connection, target: Path) -> None:
     """Copy a ledger in use, whole and consistent, to a file that only its owner can read."""
     target.unlink(missing_ok=True)
-    os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600))
+    make_private_file(target)
     with (
         contextlib.closing(apsw.Connection(str(target))) as copy,
         copy.backup("main", connection, "main") as backup,
@@ -3136,12 +3125,13 @@ class Maintenance:
 
 
 class StateDirectory:
-    """The folder that holds ledger, checkpoints, locks and logs."""
+    """The folder that holds ledger, checkpoints, locks and logs, and where each of them is."""
 
     def __init__(self, config: Config, host: Host) -> None:
         self._config, self._host = config, host
         self.path = config.state
         self.ledger_path = config.state / "ledger.db"
+        self.maintenance = Maintenance(config.state / "maintenance.lock")
 
     def require_fit(self, *, create: bool, write: bool = True) -> None:
         """Check that the folder can be trusted with a ledger, and make it if allowed.
@@ -3184,8 +3174,8 @@ class StateDirectory:
     def _require_owner(self, found: os.stat_result) -> None:
         if found.st_uid != os.geteuid():
             owner = self._host.user_name(found.st_uid)
-            again = f"sudo -u {owner} {command_line_text()}"
-            raise self._unfit(f"it belongs to {owner}", f"Type: {again}")
+            again = _typed("batchrun", *sys.argv[1:])
+            raise self._unfit(f"it belongs to {owner}", f"Type: sudo -u {owner} {again}")
         if found.st_mode & 0o022:
             todo = f"Type: chmod go-w {self.path}"
             raise self._unfit("others may write to it", todo)
@@ -3223,6 +3213,10 @@ class StateDirectory:
         """Return where the lock of a job is."""
         return self.path / "locks" / f"{job}.lock"
 
+    def log_path(self, run: Run) -> Path:
+        """Return where a run's job prints and logs to."""
+        return self.path / "logs" / run.job / f"{run.id}.log"
+
     def store(self, job: str) -> CheckpointStore:
         """Return the checkpoints of a job."""
         return CheckpointStore(self.path / "checkpoints" / job)
@@ -3230,13 +3224,6 @@ class StateDirectory:
     def stores(self) -> list[CheckpointStore]:
         """Return the checkpoints of every job that has some, also of one no longer configured."""
         return [CheckpointStore(path) for path in sorted((self.path / "checkpoints").glob("*/"))]
-
-
-def command_line_text() -> str:
-    """Return the command that is running, as it can be typed again."""
-    import shlex  # only in a letter
-
-    return shlex.join(["batchrun", *sys.argv[1:]])
 
 
 # ======================================================================================
@@ -3249,7 +3236,8 @@ def command_line_text() -> str:
 # in reverse order is Python's own.
 #
 # What the job's calls of batchrun raise is final: whoever swallows it gets it again with the next
-# call, and no commit is made any more.
+# call, and no commit is made any more. Only connect(), enter() and on_exit() raise like any other
+# code: they touch neither loop nor commit.
 #
 # A target is a connection in which batchrun keeps one row per run and loop in `batchrun_mark`.
 # The mark commits together with the batch's rows, fenced by the generation:
@@ -3294,7 +3282,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        """Return the first line of the function's or module's docstring."""
+        """The first line of the function's or module's docstring."""
         module = sys.modules.get(self.function.__module__)
         return (self.function.__doc__ or (module and module.__doc__) or "").strip().split("\n")[0]
 
@@ -5308,6 +5296,8 @@ class Reader:
 #
 # What a start finds, first row that applies. Nothing is written before the verdict; the admission
 # then does what it says, in its own transaction. Nothing here ever begins at record 1 silently.
+# What a start refuses, `repair` mends: it copies everything aside, then lets the ledger stand where
+# the checkpoints do.
 
 START, GO_ON, FORWARD, REWRITE, REFUSE = "start", "go on", "forward", "rewrite", "refuse"
 LOG_LIMIT_BYTES = 64_000_000
@@ -5338,17 +5328,17 @@ class Found(NamedTuple):
 
     @property
     def file(self) -> Checkpoint:
-        """Return the checkpoint of a file that is known to be valid."""
+        """The checkpoint of a file that is known to be valid."""
         return cast("Checkpoint", self.checkpoint)
 
     @property
     def ahead(self) -> int:
-        """Return by how many commits the file is ahead of the ledger."""
+        """By how many commits the file is ahead of the ledger."""
         return self.file.number - self.run.number
 
     @property
-    def state(self) -> str:
-        """Return what is wrong with the file, in words."""
+    def fault(self) -> str:
+        """What is wrong with the file, in words."""
         older = "older than the ledger" if self.checkpoint else "missing"
         return self.broken or older
 
@@ -5448,7 +5438,7 @@ def agree(ledger: Ledger, store: CheckpointStore, run: Run, *, anew: bool) -> Ag
         raise cannot_agree(found, why, path)
     if action == REWRITE:
         at = f"restored from the ledger's copy of commit {run.number}"
-        return Agreement(f"the checkpoint {path} was {found.state}: {at}", content=found.copy)
+        return Agreement(f"the checkpoint {path} was {found.fault}: {at}", content=found.copy)
     content = checkpoint_bytes(found.file)[0] if anew and action != START else None
     if action == FORWARD:
         held = f"commit {found.file.number} was in the checkpoint only"
@@ -5459,7 +5449,7 @@ def agree(ledger: Ledger, store: CheckpointStore, run: Run, *, anew: bool) -> Ag
 
 def cannot_agree(found: Found, why: str, path: Path) -> PersonNeeded:
     """Return the letter for a run whose ledger and checkpoint contradict each other."""
-    run, held, lost = found.run, f"{path}: {found.state}", "where it stood"
+    run, held, lost = found.run, f"{path}: {found.fault}", "where it stood"
     if found.checkpoint is not None:
         held = f"{path}: commit {found.file.number} of generation {found.file.generation}"
         first, last = run.number + 1, found.file.number - 1
@@ -5500,7 +5490,7 @@ def retire_witnesses(ledger: Ledger, store: CheckpointStore) -> None:
 
 
 def check(
-    ledger: Ledger, store_of: Callable[[str], CheckpointStore], jobs: Iterable[str]
+    ledger: Ledger, store_of: Callable[[str], CheckpointStore], jobs: Container[str]
 ) -> list[Finding]:
     """Return what is wrong with ledger, checkpoints and marks; changes nothing."""
     findings = []
@@ -5605,6 +5595,74 @@ def set_aside(paths: list[Path], folder: Path) -> list[Path]:
     return [folder / path.name for path in there]
 
 
+class Repair(NamedTuple):
+    """What makes the ledger agree with the checkpoints again.
+
+    Attributes:
+        lost: why the ledger must be made anew; empty if it can be kept.
+        adopt: the checkpoints to take over, each with the reason.
+    """
+
+    lost: str
+    adopt: list[tuple[str, Checkpoint]]
+
+
+def find_repair(state: StateDirectory) -> Repair:
+    """Return what has to be repaired, changing nothing."""
+    stores = state.stores()
+    try:
+        with contextlib.closing(state.open_ledger(create=False, write=False)) as ledger:
+            lost = ledger.damage()
+            adopt = [] if lost else [pair for store in stores for pair in repairs(ledger, store)]
+    except PersonNeeded as error:
+        lost = error.what
+    if lost:
+        found = (checkpoint for store in stores for checkpoint in readable_checkpoints(store))
+        adopt = [("the ledger is lost", checkpoint) for checkpoint in found]
+    return Repair(lost, adopt)
+
+
+def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path]:
+    """Copy ledger and checkpoints aside, then let the ledger stand where the checkpoints do.
+
+    Returns:
+        The copies.
+
+    Raises:
+        Busy: one of the jobs runs; nothing was changed.
+    """
+    checkpoints = [checkpoint for _, checkpoint in repair.adopt]
+    jobs = {c.job for c in checkpoints} | {store.folder.name for store in state.stores()}
+    locks = [JobLock(state.lock_path(job)) for job in sorted(jobs)]
+    if not all(lock.acquire() for lock in locks):
+        what = "A job that is to be repaired runs right now."
+        raise Busy(what, unchanged="Nothing was changed.", todo="See: batchrun status")
+    path = state.ledger_path
+    files = [beside(path, suffix) for suffix in ("", "-wal", "-shm")]
+    stored = [state.store(c.job).path(c.run) for c in checkpoints]
+    aside = set_aside(files + stored, state.path / "aside" / host.now().replace(":", ""))
+    if repair.lost:
+        for file in files:
+            file.unlink(missing_ok=True)
+        create_ledger(path, host, checkpoints[0].ledger if checkpoints else os.urandom(16).hex())
+    adopt_newest(state, checkpoints, host)
+    for lock in locks:
+        lock.release()
+    return aside
+
+
+def adopt_newest(state: StateDirectory, checkpoints: list[Checkpoint], host: Host) -> None:
+    """Let the ledger take over each job's newest checkpoint; older ones are kept aside only."""
+    newest = {c.job: c for c in checkpoints}  # oldest come first: the last of each job
+    with contextlib.closing(open_ledger(state.ledger_path, host, create=False)) as ledger:
+        for checkpoint in checkpoints:
+            if newest[checkpoint.job] is checkpoint:
+                content, digest = checkpoint_bytes(checkpoint)
+                ledger.adopt(checkpoint, content, digest, host.user_name(os.getuid()))
+            else:  # of a run before it, whose ending nobody knows any more
+                state.store(checkpoint.job).remove(checkpoint.run)
+
+
 def is_paused_by_person(run: Run) -> bool:
     """Tell whether a person paused a run, or asked for it and its owner went away before."""
     decided = run.state == RunState.PAUSED and run.reason == Reason.PERSON
@@ -5634,14 +5692,14 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
     resume = f"batchrun resume {run.id}"
     if run.finished:
         return Standing(run.state, "", f"batchrun report {run.id}")
-    if run.state in (RunState.RESERVED, RunState.RUNNING):
+    if run.state in OWNED:
         return owned_standing(run, ledger.last_attempt(run), resume, host)
     needs_someone = is_paused_by_person(run) or run.state in (RunState.FAILED, RunState.AWAITING)
     return Standing(run.state, run.error or "", resume, not needs_someone, needs_someone)
 
 
 def never_run(job: str) -> Standing:
-    """Return how a job stands that has no run."""
+    """Return how a job stands that has never run."""
     return Standing(RunState.WAITING, "", f"batchrun run {job}")
 
 
@@ -5703,12 +5761,11 @@ def only_unfinished(ledger: Ledger) -> Run:
 # An attempt whose ending cannot be recorded (UNRECORDED) says so in its last words: a file without
 # a name, made by the supervisor, which takes them on a full disk too.
 
-SAID = "said"  # an event whose `why` is a line for people
 UNRECORDED = (ExitCode.STATE_DIRECTORY, ExitCode.LOST_OWNERSHIP, ExitCode.BUSY)
 
 
 class Order(NamedTuple):
-    """What a supervisor tells its worker, as JSON on its command line; never a secret."""
+    """What a supervisor tells its worker, as JSON on its command line; no secret is in it."""
 
     config: str
     job: str
@@ -5773,8 +5830,8 @@ class Worker:
     def __init__(self, order: Order, config: Config, ledger: Ledger, host: Host) -> None:
         self._order, self._config, self._ledger, self._host = order, config, ledger, host
         self._job_config = config.job(order.job)
-        self._store = CheckpointStore(config.state / "checkpoints" / order.job)
-        self._lock_path = config.state / "locks" / f"{order.job}.lock"
+        state = StateDirectory(config, host)
+        self._store, self._lock_path = state.store(order.job), state.lock_path(order.job)
         self._run = ledger.run(order.run)
         self._event, self._settings_digest = 0, ""
         self._context: Context[Any] | None = None
@@ -5950,7 +6007,7 @@ class Worker:
         checkpoint = self._next_checkpoint(course, link)
         content, digest = checkpoint_bytes(checkpoint)
         number = checkpoint.number
-        if link.rejects and link.staged is None:
+        if link.staged is None:
             self.stage_rejects(number, link)
         reach("commit.begun", number)
         spent = self._spent(began)
@@ -6142,7 +6199,7 @@ def worker_main() -> NoReturn:
         host.volunteer_for_oom_kill()
         host.ask_for_signal_at_parents_death(signal.SIGTERM)
         config = load_config(Path(order.config))
-        ledger = open_ledger(config.state / "ledger.db", host, create=False)
+        ledger = open_ledger(StateDirectory(config, host).ledger_path, host, create=False)
         worker = Worker(order, config, ledger, host)
         listen(worker)
         end = worker.drive()
@@ -6180,17 +6237,18 @@ def listen(worker: Worker) -> None:
 # ======================================================================================
 #
 # A supervisor owns one job's lock, admits one run, and watches one worker at a time. It has no job
-# code, no threads and no signal handlers: the signals that it counts are blocked and taken up in
-# its loop, so nothing can cut into a ledger verb or a lock.
+# code, no threads and no signal handlers (--in-process has the worker's): the signals that it
+# counts are blocked and taken up in its loop, so nothing can cut into a ledger verb or a lock.
 #
-# Order at start: state directory, maintenance, job lock, ledger. A worker's exit code is diagnosis
-# and never evidence: the run's edge is made from the row that the worker recorded under its own
+# Order at start: state directory, ledger (a refused start is a row too), maintenance, job lock, and
+# last the admission, which looks at all of them again. A worker's exit code is diagnosis and never
+# evidence: the run's edge is made from the row that the worker recorded under its own
 # generation. The lock is released if and only if nothing that the worker started lives any more;
 # on every other way out it stays locked until the last process that has it open is gone.
 #
 #   first stop     SIGTERM to the worker: it ends at its next safe point
 #   second stop    SIGUSR1, also when stop_grace is over: the batch is given up and rolled back
-#   third stop     SIGKILL, also 10 s after stop_grace at most: out; the run can be resumed
+#   third stop     SIGKILL, also 10 s or stop_grace (the less) later: out; the run can be resumed
 
 COUNTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WATCH_INTERVAL_S = 0.2
@@ -6211,7 +6269,7 @@ class Launch(NamedTuple):
     only_resume: bool = False  # go on with an unfinished run, begin no new one
     by_person: bool = False  # a person's pause is lifted by this start
     fresh: bool = False  # cancel the unfinished run first
-    overrides: dict[str, str] = field(default_factory=dict)  # settings for this run, name -> text
+    overrides: Mapping[str, str] = {}  # settings for this run, name -> text
     acceptances: tuple[str, ...] = ()  # changes that are accepted: `source`, `settings`
     batches: int | None = None  # stop after so many
     in_process: bool = False  # run the worker's code in this interpreter
@@ -6246,7 +6304,6 @@ class Supervisor:
         self._state = StateDirectory(config, host)
         self._store = self._state.store(launch.job)
         self._lock = JobLock(self._state.lock_path(launch.job))
-        self._maintenance = Maintenance(config.state / "maintenance.lock")
         self._me = cast("ProcessIdentity", host.identify())
         self._who = f"supervisor {self._me.pid}"
         self._stops = StopCounter(host)
@@ -6264,7 +6321,7 @@ class Supervisor:
         self._state.require_fit(create=not self._launch.only_resume)
         self._ledger = self._state.open_ledger(create=not self._launch.only_resume)
         try:
-            self._maintenance.require_open()  # the admission looks again
+            self._state.maintenance.require_open()  # the admission looks again
             self._host.notify_systemd("READY=1")
             if not self._take_lock():
                 self._watcher.say("stopped while waiting; nothing was started")
@@ -6362,8 +6419,7 @@ class Supervisor:
             owner=self._me,
             who=self._who,
             run_id=os.urandom(5).hex(),
-            log="",
-            require_admission=self._maintenance.require_open,
+            require_admission=self._state.maintenance.require_open,
             require_may_go_on=self._require_may_go_on,
             write_checkpoint=self._store.replace,
             overrides=launch.overrides,
@@ -6419,12 +6475,13 @@ class Supervisor:
         if self._launch.in_process:
             return self._attempt_in_process(admission, order)
         shown = self._ledger.newest_event()
+        self._nothing_lives = False
         try:
-            worker = WorkerProcess(order, self._log(run), run, self._host)
+            worker = WorkerProcess(order, self._state.log_path(run), run, self._host)
         except BatchrunError as refusal:
+            self._nothing_lives = True
             seen = letter_end(refusal)._replace(ending=Ending.DIED)
             return self._outcome(self._ledger.settle(run, generation, seen))
-        self._nothing_lives = False
         self._watch(worker, run, shown)
         self._nothing_lives = worker.end_group()
         ended = {"signal": worker.ended_by, "peak_rss_bytes": worker.peak_rss_bytes}
@@ -6505,11 +6562,8 @@ class Supervisor:
         if not attempt.unchanged:
             text += f"\nCommit {run.number} stands: {run.read:,} records are done."
         if not attempt.todo:
-            text += f"\nThe log: {self._log(run)}\nTo go on: batchrun resume {run.id}"
+            text += f"\nThe log: {self._state.log_path(run)}\nTo go on: batchrun resume {run.id}"
         return text
-
-    def _log(self, run: Run) -> Path:
-        return self._config.state / "logs" / run.job / f"{run.id}.log"
 
 
 class CodeChanged(BatchrunError):
@@ -6611,7 +6665,7 @@ class WorkerProcess:
 
     @property
     def ended_by(self) -> int | None:
-        """Return the signal that ended the worker, if one did."""
+        """The signal that ended the worker, if one did."""
         return -self._exit if self._exit < 0 else None
 
     def ask(self, number: signal.Signals) -> None:
@@ -6702,74 +6756,6 @@ def stop_run(state: StateDirectory, ledger: Ledger, run: Run, request: Request, 
     finally:
         lock.release()
     return True
-
-
-class Repair(NamedTuple):
-    """What makes the ledger agree with the checkpoints again.
-
-    Attributes:
-        lost: why the ledger must be made anew; empty if it can be kept.
-        adopt: the checkpoints to take over, each with the reason.
-    """
-
-    lost: str
-    adopt: list[tuple[str, Checkpoint]]
-
-
-def find_repair(state: StateDirectory) -> Repair:
-    """Return what has to be repaired, changing nothing."""
-    stores = state.stores()
-    try:
-        with contextlib.closing(state.open_ledger(create=False, write=False)) as ledger:
-            lost = ledger.damage()
-            adopt = [] if lost else [pair for store in stores for pair in repairs(ledger, store)]
-    except PersonNeeded as error:
-        lost = error.what
-    if lost:
-        found = (checkpoint for store in stores for checkpoint in readable_checkpoints(store))
-        adopt = [("the ledger is lost", checkpoint) for checkpoint in found]
-    return Repair(lost, adopt)
-
-
-def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path]:
-    """Copy ledger and checkpoints aside, then let the ledger stand where the checkpoints do.
-
-    Returns:
-        The copies.
-
-    Raises:
-        Busy: one of the jobs runs; nothing was changed.
-    """
-    checkpoints = [checkpoint for _, checkpoint in repair.adopt]
-    jobs = {c.job for c in checkpoints} | {store.folder.name for store in state.stores()}
-    locks = [JobLock(state.lock_path(job)) for job in sorted(jobs)]
-    if not all(lock.acquire() for lock in locks):
-        what = "A job that is to be repaired runs right now."
-        raise Busy(what, unchanged="Nothing was changed.", todo="See: batchrun status")
-    path = state.ledger_path
-    files = [path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm")]
-    stored = [state.store(c.job).path(c.run) for c in checkpoints]
-    aside = set_aside(files + stored, state.path / "aside" / host.now().replace(":", ""))
-    if repair.lost:
-        for file in files:
-            file.unlink(missing_ok=True)
-        create_ledger(path, host, checkpoints[0].ledger if checkpoints else os.urandom(16).hex())
-    adopt_newest(state, checkpoints, host)
-    for lock in locks:
-        lock.release()
-    return aside
-
-
-def adopt_newest(state: StateDirectory, checkpoints: list[Checkpoint], host: Host) -> None:
-    """Let the ledger take over each job's newest checkpoint; older ones are kept aside only."""
-    newest = {c.job: c for c in checkpoints}  # oldest come first: the last of each job
-    with contextlib.closing(open_ledger(state.ledger_path, host, create=False)) as ledger:
-        for checkpoint in checkpoints:
-            if newest[checkpoint.job] is checkpoint:
-                content, digest = checkpoint_bytes(checkpoint)
-                ledger.adopt(checkpoint, content, digest, host.user_name(os.getuid()))
-            else:  # of a run before it, whose ending nobody knows any more
-                state.store(checkpoint.job).remove(checkpoint.run)
 
 
 # ======================================================================================
@@ -7092,11 +7078,8 @@ class Console:
         """Return text whose lines to type can be typed anywhere: with --config, if it was given."""
         if not self.config:
             return text
-        import re
-        import shlex
-
         names = "|".join(parts.name for parts in COMMANDS)
-        here = f"batchrun --config {shlex.quote(self.config)} "
+        here = f"batchrun --config {_typed(self.config)} "
         return re.sub(rf"\bbatchrun (?=(?:{names})\b)", lambda _: here, text)
 
     def _draw(self, line: str) -> None:
@@ -7111,7 +7094,7 @@ class Console:
 
 
 class App:
-    """What every command starts from: the machine, the configuration, and where words go."""
+    """The machine, the configuration, and where words go; made once for one command."""
 
     def __init__(self) -> None:
         self.host = Host()
@@ -7126,12 +7109,12 @@ class App:
 
     @functools.cached_property
     def config(self) -> Config:
-        """Return the configuration; read on first use."""
+        """The configuration; read on first use."""
         return load_config(Path(self.console.config or "batchrun.toml").absolute())
 
     @functools.cached_property
     def state(self) -> StateDirectory:
-        """Return the state directory that the configuration names."""
+        """The state directory that the configuration names."""
         return StateDirectory(self.config, self.host)
 
     def ledger(self, *, write: bool) -> contextlib.closing[Ledger]:
@@ -7148,7 +7131,7 @@ class App:
             NotFound: none, or more than one.
         """
         if name in self.config.jobs:
-            run = ledger.unfinished(name) or ledger.latest(name)
+            run = ledger.latest(name)
             if run is None:
                 raise NotFound(f"The job {name} has never run.", todo=f"Type: batchrun run {name}")
             return run
@@ -7263,6 +7246,14 @@ def already(run: Run) -> tuple[str, dict[str, Any]]:
     return text.replace("has cancelled", "was cancelled"), {"run": run.id, "state": run.state}
 
 
+FINE = (ExitCode.DONE, ExitCode.DONE_WITH_REJECTS, ExitCode.STOPPED)
+
+
+def worst_of(codes: Iterable[ExitCode]) -> ExitCode:
+    """Return the exit code that most needs to be seen: one that is fine hides no other."""
+    return max(codes, key=lambda code: (code not in FINE, code))
+
+
 def tick(app: App) -> ExitCode:
     """Go on with every run that is due, one after another; 0 if none was, else the worst end."""
     try:
@@ -7272,7 +7263,7 @@ def tick(app: App) -> ExitCode:
             due = [run for run in known if standing(ledger, run, app.host).is_due]
     except NotFound:
         return ExitCode.DONE
-    worst = ExitCode.DONE
+    codes = [ExitCode.DONE]
     for run in due:
         try:
             code = app.supervise(Launch(run.job, only_resume=True))
@@ -7282,10 +7273,10 @@ def tick(app: App) -> ExitCode:
         except BatchrunError as error:
             app.console.letter(str(error), error.exit_code)
             code = error.exit_code
-        worst = max(worst, code)
+        codes.append(code)
         if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
             break  # whoever stops this run, stops the tick; the next one goes on
-    return worst
+    return worst_of(codes)
 
 
 @command("Every day", word("name", required=False), exits=(ExitCode.FINDINGS, ExitCode.NOT_FOUND))
@@ -7294,14 +7285,13 @@ def status_command(app: App, *, name: str | None) -> ExitCode:
     jobs = []
     with app.ledger(write=False) as ledger:
         for each in [name] if name else app.config.jobs:
-            run = ledger.unfinished(each) or ledger.latest(each)
-            if each not in app.config.jobs:
-                run = app.find_run(ledger, each)
+            is_job = each in app.config.jobs
+            run = ledger.latest(each) if is_job else app.find_run(ledger, each)
             job = run.job if run else each
             stands = standing(ledger, run, app.host) if run else never_run(job)
             refused = ledger.refused_since_success(job)
             jobs.append(summarise_job(job, run, stands, ledger.last_success(job), refused))
-    barrier = Maintenance(app.config.state / "maintenance.lock").find()
+    barrier = app.state.maintenance.find()
     text = render_one_status(jobs[0]) if name else render_status(jobs, app.host.now())
     said = [f"maintenance is on since {barrier.since} {barrier.reason}".rstrip()] if barrier else []
     said += [warning] if (warning := app.state.warning()) else []
@@ -7355,12 +7345,12 @@ def stop_command(app: App, name: str, request: Request, done: str) -> ExitCode:
 
 @command("Answer and mend", exits=[ExitCode.FINDINGS, ExitCode.PERSON_NEEDED])
 def check_command(app: App) -> ExitCode:
-    """Compare ledger and checkpoints; changes nothing."""
+    """Compare ledger, checkpoints and marks; changes nothing."""
     with app.ledger(write=False) as ledger:
         findings = check(ledger, app.state.store, app.config.jobs)
         for store in app.state.stores():
             require_witnesses_known(ledger, store)
-    lines = [f"{f.what}\n  {f.why}\n  to type: {f.todo or 'batchrun repair'}" for f in findings]
+    lines = [f"{f.what}\n  {f.why}\n  to type: {f.todo}" for f in findings]
     text = "\n".join(lines) or "ledger and checkpoints agree"
     app.console.result(text, {"findings": [finding._asdict() for finding in findings]})
     return ExitCode.FINDINGS if findings else ExitCode.DONE

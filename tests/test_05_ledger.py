@@ -79,7 +79,6 @@ def start(run_id: str = "r1", **how: Any) -> Start:  # noqa: ANN401 - any field 
         owner=ME,
         who="a test",
         run_id=run_id,
-        log="",
         **{
             "require_admission": nothing,
             "require_may_go_on": nothing,
@@ -474,9 +473,7 @@ def test_refusals_are_counted_since_the_last_success(ledger: Ledger) -> None:
     ledger.note("me", "refused: maintenance", job="sync")
     ledger.note("me", "refused: busy", job="another job")
     assert ledger.refused_since_success("sync") == 1
-    assert [event.what for event in ledger.events(job="sync", what="refused: m%")] == [
-        "refused: maintenance"
-    ]
+    assert [event.what for event in ledger.events(what="refused: m%")] == ["refused: maintenance"]
 
 
 def test_a_lost_row_is_a_gap_also_at_the_end(ledger: Ledger) -> None:
@@ -828,7 +825,7 @@ def test_a_newer_ledger_is_refused_untouched(at_rest: Path) -> None:
     assert refusal.exit_code == ExitCode.STATE_DIRECTORY
     assert str(refusal) == (
         f"The ledger {at_rest} has version 2; this batchrun knows 1.\n"
-        "A newer batchrun made it.\n"
+        "A newer batchrun wrote it.\n"
         "It was not touched.\n"
         "Install that version again: python -m pip install -U batchrun"
     )

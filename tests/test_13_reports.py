@@ -54,7 +54,6 @@ ATTEMPT = Attempt(
         {"name": "connection", "elapsed_s": 0.0123, "error": None},
         {"name": "feed", "elapsed_s": 0.0, "error": "OSError: gone"},
     ],
-    log=None,
 )
 EVENT = Event(7, "2026-01-31T23:00:00.500Z", RUN.id, "stock", "supervisor 10", "started", "why")
 

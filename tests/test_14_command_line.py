@@ -112,6 +112,13 @@ def test_the_tick_goes_on_without_a_word(paused: Project) -> None:
     assert "count: succeeded since " in paused.run("status", "count").out
 
 
+@pytest.mark.parametrize("fine", [batchrun.ExitCode.DONE_WITH_REJECTS, batchrun.ExitCode.STOPPED])
+def test_a_failure_hides_behind_no_exit_code_that_is_fine(fine: batchrun.ExitCode) -> None:
+    done, failed = batchrun.ExitCode.DONE, batchrun.ExitCode.FAILED
+    assert batchrun.worst_of([done, failed, fine]) == failed
+    assert batchrun.worst_of([fine, done]) == fine
+
+
 def test_the_tick_has_nothing_to_do_before_the_first_run(shop: Project) -> None:
     assert shop.run("resume", "--all") == Ended(0, "", "")
     assert not (shop.folder / "state").exists()

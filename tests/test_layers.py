@@ -27,9 +27,9 @@ LINES = {  # section, in order -> the most lines it may have; these numbers only
     "Health": 200,
     "Jobs": 2_075,
     "Operations": 200,
-    "Recovery": 380,
+    "Recovery": 455,
     "Worker": 500,
-    "Supervisor": 600,
+    "Supervisor": 525,
     "Reports": 200,
     "Command line": 630,
 }
