@@ -7552,7 +7552,7 @@ def run_command_line(arguments: list[str]) -> int:
         what = (
             f"{'Disk full' if full else 'The system refused'}: {text}.\nNothing more was changed."
         )
-        todo = f"Mend that, then start again: {command_line_text()}"
+        todo = f"Mend that, then start again: {_typed('batchrun', *sys.argv[1:])}"
         app.console.letter(f"{what}\n{todo}", ExitCode.STATE_DIRECTORY)
         return ExitCode.STATE_DIRECTORY
 
