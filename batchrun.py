@@ -2682,7 +2682,7 @@ def lost_ownership(run: Run, generation: int) -> LostOwnership:
     return LostOwnership(
         f"Lost ownership of run {run.id}: generation {generation} was superseded.",
         why="Another process took the run over; this one may not write any more.",
-        unchanged="Nothing was changed here: not the ledger, not the checkpoint, not the target.",
+        unchanged="Neither ledger nor checkpoint was changed; the new owner goes on from them.",
         todo=f"See `batchrun status {run.job}`.",
     )
 
