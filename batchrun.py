@@ -2679,7 +2679,7 @@ def lost_ownership(run: Run, generation: int) -> LostOwnership:
     return LostOwnership(
         f"Lost ownership of run {run.id}: generation {generation} was superseded.",
         why="Another process took the run over; this one may not write any more.",
-        unchanged="Nothing was changed here: not the ledger, not the checkpoint, not the target.",
+        unchanged="Neither ledger nor checkpoint was changed; the new owner goes on from them.",
         todo=f"See `batchrun status {run.job}`.",
     )
 
@@ -3706,11 +3706,9 @@ def open_target(connection: Any) -> Target:
 class Mark:
     """The row of one run and loop in a target: claimed, judged, and written with each batch."""
 
-    _host = Host()
-
-    def __init__(self, target: Target, course: Course, loop: str) -> None:
+    def __init__(self, target: Target, course: Course, loop: str, host: Host) -> None:
         self.target, self._course, self._key = target, course, (course.run.id, loop)
-        self.spent_s = 0.0
+        self._host, self.spent_s = host, 0.0
 
     def claim(self) -> tuple[Any, ...]:
         """Take the mark for our generation, in a transaction of its own, and return its row.
@@ -3969,7 +3967,8 @@ class Loop:
         self.name, self.size, self.mark = name, size, mark
         self.exhausted = False
         self.fingerprint: str | None = None
-        self._context, self._source = context, cast("Any", None)
+        self._context = context
+        self._source: Any = None
         self._reader: Reader | None = None
         self._is_first = True
 
@@ -4061,37 +4060,40 @@ class Context(Generic[S]):
         batch_size: records a batch, unless a loop says otherwise.
     """
 
-    _host = Host()
-
     def __init__(
         self,
         settings: S,
         course: Course,
         driver: Driver,
         job_config: JobConfig,
-        acceptances: frozenset[str] = frozenset(),
+        host: Host,
+        *,
+        acceptances: frozenset[str],
+        last_success_read: int | None,
     ) -> None:
         self.settings = settings
         self.run_id, self.generation = course.run.id, course.generation
         self.batch_size = job_config.batch_size
         self._course, self._driver, self._acceptances = course, driver, acceptances
-        self._frame, self._cleanups = JobFrame(), CleanupStack(self._host)
+        self._host, self._last_success_read = host, last_success_read
+        self._frame, self._cleanups = JobFrame(), CleanupStack(host)
         self._loops: list[Loop] = []
         self._met: list[tuple[str, str]] = []
         self._current: Batch | None = None
         self._broken: BaseException | None = None
         self._finished = self._handed_out = False
         self._read_s = 0.0  # spent reading since the last commit
-        self._last_success_read: int | None = None
 
     @functools.cached_property
     def log(self) -> Any:
         """The job's logger; lines go to the run's log with UTC time, secrets masked."""
         import logging  # 25 ms, and only jobs that log need it
 
+        host = self._host
+
         class Masked(logging.Formatter):
             def format(self, record: logging.LogRecord) -> str:
-                line = f"{Host().now()} {record.levelname} {super().format(record)}"
+                line = f"{host.now()} {record.levelname} {super().format(record)}"
                 return mask_secrets(line)
 
         logger = logging.getLogger(f"batchrun.job.{self._course.run.job}")
@@ -4235,7 +4237,7 @@ class Context(Generic[S]):
             raise self._other_order()
         if target is None:
             return None
-        mark = Mark(open_target(target), self._course, name)
+        mark = Mark(open_target(target), self._course, name, self._host)
         with self._frame.switched(inside=True):  # it may wait for an old transaction for long
             done = "batch" if kind == "loop" else kind
             ahead = mark.ahead(done, passed=self._is_passed)
@@ -5880,10 +5882,16 @@ class Worker:
         self._course = course = Course(self._run, order.generation, checkpoint)
         if checkpoint is not None and course.loop and checkpoint.job_version != job.version:
             course.cursor = job.resumes[checkpoint.job_version](course.cursor)
-        accepted = frozenset(order.acceptances)
-        self._context = Context(settings, course, self, self._job_config, accepted)
         success = self._ledger.last_success(order.job)
-        self._context._last_success_read = success.read if success else None
+        self._context = Context(
+            settings,
+            course,
+            self,
+            self._job_config,
+            host,
+            acceptances=frozenset(order.acceptances),
+            last_success_read=success.read if success else None,
+        )
         return self._context
 
     def _build_settings(self, job: Job) -> Any:
@@ -6022,10 +6030,8 @@ class Worker:
             reach("commit.prepared", number)
             if not holds_lock(self._order.lock, self._lock_path):
                 raise lost_ownership(course.run, course.generation)
-            ledger = self._ledger
-            self.gate.request = ledger.commit(
-                course.run, checkpoint, content, digest, spent, publish
-            )
+            commit = self._ledger.commit
+            self.gate.request = commit(course.run, checkpoint, content, digest, spent, publish)
         except BaseException:
             self._store.discard(temporary)
             raise

@@ -313,7 +313,7 @@ def test_an_older_generation_can_write_nothing(ledger: Ledger) -> None:
     assert str(lost.value) == (
         "Lost ownership of run r1: generation 1 was superseded.\n"
         "Another process took the run over; this one may not write any more.\n"
-        "Nothing was changed here: not the ledger, not the checkpoint, not the target.\n"
+        "Neither ledger nor checkpoint was changed; the new owner goes on from them.\n"
         "See `batchrun status sync`."
     )
     assert (published, everything(ledger)) == ([], before)
