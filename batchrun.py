@@ -217,7 +217,8 @@ EXIT_SENTENCES = {
     ExitCode.MAINTENANCE: "maintenance: refused",
     ExitCode.PERSON_NEEDED: "a person is needed; the message ends with what to type",
     ExitCode.LOST_OWNERSHIP: "lost ownership: another generation took over",
-    ExitCode.STOPPED: "stopped at a safe point because somebody asked; `run` or `resume` goes on",
+    ExitCode.STOPPED: "stopped at a safe point because somebody asked; `run` or `resume` goes on,"
+    " unless it was cancelled",
     ExitCode.INTERRUPTED: "interrupted by Ctrl-C at a safe point; `run` or `resume` goes on",
 }
 
@@ -1591,7 +1592,7 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         ledger: uuid of the ledger this belongs to.
-        event: newest event id known to the writer.
+        event: newest event id when the writer's attempt began.
         operation: newest operation id known to the writer.
         number: commit number, from 1.
         kind: what the commit was: `batch`, `loop` (the end of one) or `step`.
@@ -3990,6 +3991,9 @@ class Loop:
         while not self.exhausted:
             driver.pass_gate()
             portion = self._read()
+            if self._is_first:
+                self._is_first = False
+                require_round_trip(portion.cursor)
             if portion.records:
                 driver.pass_gate()
                 return self._hand_out(portion)
@@ -4013,9 +4017,6 @@ class Loop:
     def _hand_out(self, portion: Portion) -> Batch:
         """Make the batch that the job works on now."""
         context = self._context
-        if self._is_first:
-            self._is_first = False
-            require_round_trip(portion.cursor)
         if not context._handed_out:
             context._handed_out = True
             total = getattr(self._source, "total", None)
@@ -5631,7 +5632,7 @@ def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path
         The copies.
 
     Raises:
-        Busy: one of the jobs runs; nothing was changed.
+        Busy: one of the jobs runs, or has run since the look; nothing was changed.
     """
     checkpoints = [checkpoint for _, checkpoint in repair.adopt]
     jobs = {c.job for c in checkpoints} | {store.folder.name for store in state.stores()}
@@ -5639,6 +5640,10 @@ def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path
     if not all(lock.acquire() for lock in locks):
         what = "A job that is to be repaired runs right now."
         raise Busy(what, unchanged="Nothing was changed.", todo="See: batchrun status")
+    now = find_repair(state)  # under the locks: nothing moves any more
+    if now.lost != repair.lost or any(pair not in now.adopt for pair in repair.adopt):
+        what = "Something ran since the look at what is to be repaired."
+        raise Busy(what, unchanged="Nothing was changed.", todo="Look again: batchrun repair")
     path = state.ledger_path
     files = [beside(path, suffix) for suffix in ("", "-wal", "-shm")]
     stored = [state.store(c.job).path(c.run) for c in checkpoints]
@@ -5909,7 +5914,15 @@ class Worker:
         content = self._store.read(self._run.id)
         if content is None and self._run.number == 0:
             return None
-        checkpoint, digest = parse_checkpoint(content or b"")
+        try:
+            checkpoint, digest = parse_checkpoint(content or b"")
+        except BrokenCheckpoint as error:
+            raise PersonNeeded(
+                f"The checkpoint of run {self._run.id} was spoilt since the run was admitted.",
+                why=f"{self._store.path(self._run.id)}: {error.what}",
+                unchanged="Nothing was done; the ledger has a copy.",
+                todo=f"To restore it and go on: batchrun resume {self._run.id}",
+            ) from error
         if digest != self._run.hash:
             raise lost_ownership(self._run, self._order.generation)
         return checkpoint
@@ -6282,11 +6295,16 @@ class Launch(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a command that runs a job ended: exit code, the run as it stands, a letter if any."""
+    """How a command that runs a job ended: exit code, the run as it stands, a letter if any.
+
+    Attributes:
+        signalled: whether this process was asked to stop, and not only the run.
+    """
 
     exit_code: ExitCode
     run: Run | None = None
     letter: str = ""
+    signalled: bool = False
 
 
 class Watcher(Protocol):
@@ -6337,9 +6355,12 @@ class Supervisor:
             outcome = self._run_until_done()
             with contextlib.suppress(BatchrunError):  # what is recorded is durable already
                 self._ledger.shorten_log()
-            return outcome  # noqa: TRY300 - an else would not belong to the refusal below
+            return outcome._replace(signalled=self._stops.count > 0)
         except MaintenanceOn as refusal:
-            self._ledger.note(self._who, "refused: maintenance", refusal.what, job=self._launch.job)
+            with contextlib.suppress(BatchrunError):  # the refusal is what the person must read
+                self._ledger.note(
+                    self._who, "refused: maintenance", refusal.what, job=self._launch.job
+                )
             raise
         finally:
             self._ledger.close()
@@ -6550,7 +6571,9 @@ class Supervisor:
 
     def _outcome(self, run: Run) -> Outcome:
         """Return exit code and letter for the state that a run has come to."""
-        attempt = cast("Attempt", self._ledger.last_attempt(run))
+        attempt = self._ledger.last_attempt(run)
+        if attempt is None:  # finished by a person meanwhile
+            return Outcome(ExitCode.DONE, run)
         code = ExitCode(attempt.exit_code or ExitCode.DONE)
         if run.state == RunState.SUCCEEDED:
             return Outcome(code, run, attempt.error or "")
@@ -7148,7 +7171,7 @@ class App:
         what = f"{count} whose id begins with {name!r}, and no job of that name."
         raise NotFound(what, todo="See: batchrun status")
 
-    def supervise(self, launch: Launch) -> ExitCode:
+    def supervise(self, launch: Launch) -> Outcome:
         """Run a job to its end, and write how it ended."""
         check_trusted(self.config.path, what="the configuration")
         warning = self.state.warning()
@@ -7159,7 +7182,7 @@ class App:
         if outcome.letter:
             self.console.letter(outcome.letter, outcome.exit_code)
         if outcome.run is None:
-            return outcome.exit_code
+            return outcome
         run = summarise(outcome.run, [], [], [])
         self.console.tells = False
         if not outcome.letter and not self.console.as_json:
@@ -7171,7 +7194,7 @@ class App:
             document = {"type": "result", "exit_code": int(outcome.exit_code), "run": run["id"]}
             names = ("job", "state", "reason", "read", "rejected", "counts")
             write_line(1, json.dumps({**document, **{name: run[name] for name in names}}))
-        return outcome.exit_code
+        return outcome
 
 
 # -- every day -----------------------------------------------------------------------------------
@@ -7188,7 +7211,7 @@ class App:
 def run_command(app: App, *, job: str, **asked: Any) -> ExitCode:
     """Run a job, or go on with its unfinished run."""
     app.host.notify_systemd("READY=1")  # before any wait, and also if the start is refused
-    return app.supervise(launch_of(job, **asked))
+    return app.supervise(launch_of(job, **asked)).exit_code
 
 
 @command(
@@ -7209,7 +7232,8 @@ def resume_command(app: App, *, run: str | None, everything: bool, **asked: Any)
         app.console.result(*already(found))
         return ExitCode.DONE
     app.console.tells = not app.console.quiet
-    return app.supervise(launch_of(found.job, only_resume=True, by_person=True, **asked))
+    launch = launch_of(found.job, only_resume=True, by_person=True, **asked)
+    return app.supervise(launch).exit_code
 
 
 def launch_of(
@@ -7249,7 +7273,8 @@ def parse_overrides(pairs: tuple[str, ...]) -> dict[str, str]:
 def already(run: Run) -> tuple[str, dict[str, Any]]:
     """Return that a run is finished, as text and as a document."""
     text = f"run {run.id} of {run.job} has {run.state} already"
-    return text.replace("has cancelled", "was cancelled"), {"run": run.id, "state": run.state}
+    document = {"type": "result", "exit_code": 0, "run": run.id, "state": run.state}
+    return text.replace("has cancelled", "was cancelled"), document
 
 
 FINE = (ExitCode.DONE, ExitCode.DONE_WITH_REJECTS, ExitCode.STOPPED)
@@ -7271,8 +7296,9 @@ def tick(app: App) -> ExitCode:
         return ExitCode.DONE
     codes = [ExitCode.DONE]
     for run in due:
+        signalled = False
         try:
-            code = app.supervise(Launch(run.job, only_resume=True))
+            code, *_, signalled = app.supervise(Launch(run.job, only_resume=True))
         except (Busy, MaintenanceOn) as refusal:
             app.console.say(str(refusal))
             code = ExitCode.DONE
@@ -7280,8 +7306,8 @@ def tick(app: App) -> ExitCode:
             app.console.letter(str(error), error.exit_code)
             code = error.exit_code
         codes.append(code)
-        if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
-            break  # whoever stops this run, stops the tick; the next one goes on
+        if signalled:
+            break  # it was the tick that was to stop; the next one goes on
     return worst_of(codes)
 
 
