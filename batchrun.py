@@ -872,6 +872,9 @@ _REFUSE_OR_FRESH = _text(str, "refuse|fresh", '"refuse" or "fresh"')
 _JOB_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"  # it becomes a folder's name, and is typed
 
 
+BATCH_SIZE_MAX = 1_000_000
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class JobConfig:
     """One [jobs.NAME] table: which function it uses, its options and its unchecked settings."""
@@ -880,7 +883,7 @@ class JobConfig:
     path: Path  # of the job's file: jobs_folder/module.py; it need not exist yet
     uses: str = field(metadata={"key": _USES})
     settings: Mapping[str, object] = field(default_factory=dict)  # raw TOML values
-    batch_size: int = _key(5000, _whole(1, 1_000_000), "most records in a batch")
+    batch_size: int = _key(5000, _whole(1, BATCH_SIZE_MAX), "most records in a batch")
     stop_grace_s: float = _key("60s", parse_duration, "time to reach a safe point when asked to")
     max_rejects: int = _key(0, _whole(0, 10**9), "most rejected records of a run that succeeds")
     on_changed_source: str = _key("refuse", _REFUSE_OR_FRESH, "for another source")
@@ -946,6 +949,23 @@ def config_keys() -> dict[str, dict[str, ConfigKey]]:
     return {"": keys_of(Config), "defaults": options, "jobs.NAME": of_jobs}
 
 
+def require_text(path: Path) -> None:
+    """Refuse a path that is not UTF-8: SQLite cannot open it, and no message can show it.
+
+    Raises:
+        ConfigurationError: shows the path as Python would.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"The path {str(path)!r} is not UTF-8.",
+            why="The ledger cannot be kept below it.",
+            unchanged="Nothing was changed.",
+            todo="Use a folder whose whole path is UTF-8.",
+        ) from error
+
+
 def load_config(path: Path) -> Config:
     """Read and check a config file; write nothing.
 
@@ -957,6 +977,7 @@ def load_config(path: Path) -> Config:
     """
     with contextlib.suppress(FileNotFoundError):  # a deleted working directory; nothing is found
         path = path.absolute()
+    require_text(path)
     problems: list[str] = []
     document, keys = _read_toml(path, problems), config_keys()
     top, rest = _read_keys("", document, keys[""], problems, ("defaults", "jobs"))
@@ -1086,7 +1107,10 @@ def _distrust(place: Path, seen: os.stat_result, me: int, *, contains: bool) -> 
     mode, owner = stat.S_IMODE(seen.st_mode), Host().user_name(seen.st_uid)
     if seen.st_uid not in (me, 0):
         line = f"chown {Host().user_name(me)} {_typed(place)}"
-        return f"belongs to {owner}", line if me else f"sudo -u {owner} batchrun ..."
+        return (
+            f"belongs to {owner}",
+            line if me else f"sudo -u {owner} {_typed('batchrun', *sys.argv[1:])}",
+        )
     shared = mode & stat.S_IWGRP and not _is_private(seen.st_gid, owner)
     who = "everyone" if mode & stat.S_IWOTH else "its group" if shared else ""
     if not who or (contains and mode & stat.S_ISVTX):  # sticky: nobody replaces what is not theirs
@@ -1145,8 +1169,10 @@ def mask_secrets(text: str) -> str:
     Masked are values that were remembered, and by their form: the password in
     scheme://user:pass@, what follows password=, token=, secret=, api_key= and names that end so
     (also as "name": "value" and --name value), and Authorization values. Takes linear time and
-    raises nothing.
+    raises nothing. What no file can hold (half a character, as in an undecodable file name) is
+    written as Python writes it.
     """
+    text = text.encode(errors="backslashreplace").decode()
     for secret in sorted(_REMEMBERED, key=len, reverse=True):
         text = text.replace(secret, _MASK)
     return _masked_by_form(text)
@@ -3287,6 +3313,22 @@ class Job:
         module = sys.modules.get(self.function.__module__)
         return (self.function.__doc__ or (module and module.__doc__) or "").strip().split("\n")[0]
 
+    def settings_from(
+        self, job_config: JobConfig, overrides: Mapping[str, str], folder: Path
+    ) -> Any:
+        """Return the settings that the configuration and `--set` give, as the job declares them.
+
+        Raises:
+            ConfigurationError: says everything that is wrong with them.
+        """
+        name, raw = job_config.name, job_config.settings
+        if self.settings is not None:
+            return build_settings(self.settings, raw, job=name, overrides=overrides, folder=folder)
+        if raw:
+            message = f"The job {name} has no settings, but {', '.join(raw)} is given."
+            raise ConfigurationError(message, unchanged="Nothing was begun.")
+        return None
+
     def __call__(self, context: Any) -> Iterator[Any]:
         """Begin the job's generator."""
         return self.function(context)
@@ -3390,6 +3432,7 @@ def _imported(name: str, path: Path) -> Any:
     return module
 
 
+LOOP_NAME_MAX = 200
 CONTRACT = {  # what a job must not do: what it did, why that is refused, what to do instead
     "read on": """Batch {number} was not yielded before the job read on.
 Yielding commits a batch; reading on would lose it.
@@ -3421,6 +3464,15 @@ Leave commit() and rollback() to the end of the `with` block.""",
     "too late": """{call} of batch {number} was called after the batch was closed.
 Its transaction() or its yield has committed it already.
 Call {call} before the yield, and inside transaction() if there is one.""",
+    "count": """count({name}={more}) is no number of records.
+The report adds these up; only whole numbers from 0 on can be added.
+Write for example: batch.count({name}=len(changed))""",
+    "no name": """A {kind} cannot be named {name}.
+Its name stands in the checkpoint and in reports, and is compared on resume.
+Use 1 to 200 printable characters.""",
+    "no size": """Loop {loop!r} cannot have batches of {size} records.
+A batch is what is held in memory and done again after a crash.
+Use a whole number from 1 to {most:,}.""",
     "no target": """Loop {loop!r} has no target, so its batches have no transaction().
 Its mark is kept where the rows are.
 Name the connection: ctx.batches(source, target=connection)""",
@@ -3761,7 +3813,7 @@ class Mark:
             why="It was restored from an older copy, or it is another database."
             if number < expected
             else "Another copy of this run has written to it.",
-            unchanged="Nothing was written to it.",
+            unchanged="No record was written to it.",
             todo="Bring the right database back, or start anew:"
             f" batchrun run {course.run.job} --fresh",
         )
@@ -3942,7 +3994,9 @@ class Batch:
         with self._context._own_code():
             self._require_open("count()")
             for name, more in counts.items():
-                self._link.counts[name] = self._link.counts.get(name, 0) + int(more)
+                if type(more) is not int or more < 0:
+                    raise broken("count", name=name, more=repr(more))
+                self._link.counts[name] = self._link.counts.get(name, 0) + more
 
     def _require_open(self, call: str) -> None:
         if self._context._current is not self or (self._entered and not self._inside):
@@ -4139,8 +4193,10 @@ class Context(Generic[S]):
             PersonNeeded: loops or target do not fit the checkpoint.
         """
         with self._own_code():
-            mark = self._meet("loop", name, target)
-            loop = Loop(self, name, size or self.batch_size, mark)
+            records = self.batch_size if size is None else size
+            if type(records) is not int or not 1 <= records <= BATCH_SIZE_MAX:
+                raise broken("no size", loop=name, size=repr(size), most=BATCH_SIZE_MAX)
+            loop = Loop(self, name, records, self._meet("loop", name, target))
             self._loops.append(loop)
             loop.exhausted = self._is_passed
             if not loop.exhausted:
@@ -4229,6 +4285,8 @@ class Context(Generic[S]):
     def _meet(self, kind: str, name: str, target: Any) -> Mark | None:
         """Take the next loop or step in the checkpoint's order, and return its mark, judged."""
         self._require_yielded()
+        if not (name and name.isprintable() and len(name) <= LOOP_NAME_MAX):
+            raise broken("no name", kind=kind, name=repr(name)[:LOOP_NAME_MAX])
         if any(met_name == name for _, met_name in self._met):
             raise broken("one name", name=name)
         if self._loops and not self._loops[-1].exhausted:
@@ -5538,8 +5596,11 @@ def check_run(ledger: Ledger, store: CheckpointStore, run: Run) -> list[Finding]
         findings.append(Finding(f"{name}: {why}", found.broken, "batchrun repair"))
     elif action in (FORWARD, REWRITE) and not run.finished:
         findings.append(Finding(f"{name}: {why}", found.broken, f"batchrun resume {run.id}"))
-    if found.checkpoint is not None:
-        findings += check_marks(ledger, run, found.checkpoint)
+    stands = parse_checkpoint(run.checkpoint)[0] if run.checkpoint else found.checkpoint
+    if found.checkpoint is not None and found.ahead >= 0:
+        stands = found.checkpoint
+    if stands is not None:
+        findings += check_marks(ledger, run, stands)
     return findings
 
 
@@ -5870,7 +5931,7 @@ class Worker:
         order, host = self._order, self._host
         os.chdir(self._config.folder)
         self._job = job = load_job(self._job_config)
-        settings = self._build_settings(job)
+        settings = job.settings_from(self._job_config, self._run.overrides, self._config.folder)
         identities = identity(settings, self._config.folder)
         self._settings_digest = settings_digest(identities)
         with disk_letters(self._store.folder, host):
@@ -5898,16 +5959,6 @@ class Worker:
             last_success_read=success.read if success else None,
         )
         return self._context
-
-    def _build_settings(self, job: Job) -> Any:
-        raw, name = self._job_config.settings, self._order.job
-        if job.settings is not None:
-            overrides, folder = self._run.overrides, self._config.folder
-            return build_settings(job.settings, raw, job=name, overrides=overrides, folder=folder)
-        if raw:
-            message = f"The job {name} has no settings, but {', '.join(raw)} is given."
-            raise ConfigurationError(message, unchanged="Nothing was begun.")
-        return None
 
     def _read_checkpoint(self) -> Checkpoint | None:
         """Return where to go on; the admission has made file and ledger agree."""
@@ -5976,8 +6027,11 @@ class Worker:
         """Return the attempt's end for what was raised; a job told to end may raise anything."""
         if isinstance(error, BatchrunError) and error.exit_code in UNRECORDED:
             return letter_end(error)
-        if self.gate.shut or isinstance(error, SafeStop | Interrupted | KeyboardInterrupt):
-            by_key = isinstance(error, KeyboardInterrupt)
+        heard = (
+            signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+        )  # in process; else it is the job's
+        by_key = heard and isinstance(error, KeyboardInterrupt)
+        if self.gate.shut or by_key or isinstance(error, SafeStop | Interrupted):
             code = ExitCode.INTERRUPTED if by_key else ExitCode.STOPPED
             return AttemptEnd(Ending.STOPPED, code, self.gate.reason_to_stop() or Reason.STOP)
         if isinstance(error, BatchrunError):
@@ -6392,12 +6446,15 @@ class Supervisor:
 
     def _busy(self, attempt: Attempt | None) -> Busy:
         """Record the refused start and return the letter that names who is in the way."""
+        known = [attempt.supervisor, attempt.worker] if attempt else []
+        alive = [process for process in known if process and self._host.is_alive(process)]
+        holders = map(self._host.identify, [] if alive else self._lock.owners(self._host))
         owners = []
-        for process in filter(None, map(self._host.identify, self._lock.owners(self._host))):
+        for process in alive or filter(None, holders):
             frozen = ", stopped" if self._host.is_stopped(process) else ""
             age = duration_text(self._host.age_s(process))
             owners.append(f"pid {process.pid} (for {age}{frozen})")
-        who = ", ".join(owners) or "a process that has just ended"
+        who = " and ".join(owners) or "a process that has just ended"
         times = self._ledger.refused_since_success(self._launch.job) + 1
         since = f", since {attempt.began_at}" if attempt else ""
         again = f" This is refusal {times} since its last success." if times > 2 else ""
@@ -7064,9 +7121,14 @@ class Console:
         return not written and self._host.terminal_columns() > 0
 
     def result(self, text: str, document: Any) -> None:
-        """Write a command's result: text, or with --json one document."""
+        """Write a command's result: text, or with --json one document.
+
+        Raises:
+            OSError: it cannot be written; a reader that has gone away is no error.
+        """
         shown = json.dumps(document, default=str) if self.as_json else self.typed(text)
-        write_line(1, mask_secrets(shown))
+        with contextlib.suppress(BrokenPipeError):
+            write_all(1, f"{mask_secrets(shown)}\n".encode())
 
     def say(self, text: str) -> None:
         """Show one line about what happens."""
@@ -7392,13 +7454,16 @@ def check_command(app: App) -> ExitCode:
     "Answer and mend",
     word("run", required=False),
     word("--apply", is_flag=True, help="Do it; without, only show what would be done."),
-    exits=[ExitCode.FINDINGS, ExitCode.BUSY],
+    exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND, ExitCode.BUSY],
 )
 def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
     """Make the ledger agree with the checkpoints (copied aside)."""
     app.state.require_fit(create=False)
     repair = find_repair(app.state)
     adopt = [(why, c) for why, c in repair.adopt if repair.lost or c.run.startswith(run or "")]
+    if run and not repair.lost and not adopt:
+        with app.ledger(write=False) as ledger:
+            app.find_run(ledger, run)
     repair = Repair(repair.lost, adopt)
     lines = [f"the ledger is made anew: {repair.lost}"] * bool(repair.lost)
     lines += [f"run {c.run} of {c.job}: {why}; adopt its commit {c.number}" for why, c in adopt]
@@ -7422,6 +7487,7 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
 def init_command(app: App, *, folder: str) -> ExitCode:
     """Make a configuration and a starter job that runs."""
     root = Path(folder)
+    require_text(root.absolute())
     feed = [f"SKU-{number:06d},{number * 7919 % 500}" for number in range(1, 12_001)]
     files = {
         root / "batchrun.toml": STARTER_CONFIG,
@@ -7487,16 +7553,27 @@ def inventory_sync(ctx: Context[Settings]):
 def jobs_command(app: App) -> ExitCode:
     """Load the configured jobs and list them."""
     check_trusted(app.config.path, what="the configuration")
-    rows, documents = [["job", "version", "settings", "what it does"]], []
+    rows = [["job", "version", "settings", "what it does"]]
+    documents: list[dict[str, object]] = []
+    wrong: list[BatchrunError] = []
     os.chdir(app.config.folder)
     for name, job_config in app.config.jobs.items():
-        found = load_job(job_config)
+        try:
+            found = load_job(job_config)
+            found.settings_from(job_config, {}, app.config.folder)
+        except BatchrunError as error:
+            wrong.append(error)
+            rows.append([name, "-", "-", error.what])
+            documents.append({"job": name, "error": error.what, "file": str(job_config.path)})
+            continue
         settings = list(getattr(found.settings, "__dataclass_fields__", {}))
         document = {"job": name, "version": found.version, "settings": settings}
         documents.append({**document, "title": found.title, "file": str(job_config.path)})
         rows.append([name, str(found.version), ", ".join(settings) or "-", found.title])
     app.console.result(render_table(rows), {"jobs": documents})
-    return ExitCode.DONE
+    for letter in wrong:
+        app.console.letter(str(letter), letter.exit_code)
+    return wrong[0].exit_code if wrong else ExitCode.DONE
 
 
 # -- click ---------------------------------------------------------------------------------------

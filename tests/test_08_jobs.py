@@ -825,7 +825,7 @@ def test_a_target_that_does_not_fit_the_checkpoint_is_refused(
             f" it is marked {number}, the checkpoint says 2."
         ),
         why,
-        "Nothing was written to it.",
+        "No record was written to it.",
         "Bring the right database back, or start anew: batchrun run sync --fresh",
     ]
     assert stock.applied() == ALL[:10]
@@ -1392,3 +1392,53 @@ def test_what_a_job_prints_is_in_the_log_even_if_it_is_killed(shop: Shop) -> Non
     printed, logged = log.read_text().splitlines()
     assert printed == "printed"
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO logged", logged)
+
+
+# --- what a hostile newcomer tried ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("batch.count(updated=-5)", "count(updated=-5) is no number of records."),
+        ("batch.count(inserted=1.5)", "count(inserted=1.5) is no number of records."),
+        ("batch.count(inserted=True)", "count(inserted=True) is no number of records."),
+        ("batch.count(names='x')", "count(names='x') is no number of records."),
+    ],
+)
+def test_only_whole_numbers_of_records_are_counted(shop: Shop, body: str, said: str) -> None:
+    shop.write(f"for batch in ctx.batches(range(10)):\n    {body}\n    yield batch\n")
+    ended = shop.run()
+    assert (ended.code, said in ended.err) == (1, True)
+
+
+@pytest.mark.parametrize("size", [0, -1, 10**9, 2.5, True])
+def test_a_batch_size_out_of_range_is_refused(shop: Shop, size: object) -> None:
+    shop.write(f"for batch in ctx.batches(range(10), size={size!r}):\n    yield batch\n")
+    ended = shop.run()
+    wanted = f"Loop 'main' cannot have batches of {size!r} records."
+    assert (ended.code, wanted in ended.err) == (1, True)
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * 201])
+def test_a_loop_without_a_name_that_can_be_shown_is_refused(shop: Shop, name: str) -> None:
+    shop.write(f"for batch in ctx.batches(range(10), name={name!r}):\n    yield batch\n")
+    ended = shop.run()
+    assert (ended.code, "A loop cannot be named" in ended.err) == (1, True)
+
+
+def test_an_error_that_no_file_can_hold_fails_the_run_with_its_words(shop: Shop) -> None:
+    shop.write(
+        "for batch in ctx.batches(range(10)):\n    raise ValueError('a\\udcffb')\n    yield batch\n"
+    )
+    ended = shop.run()
+    assert (ended.code, "ValueError: a\\udcffb in batch 1" in ended.err) == (1, True)
+    assert "failed" in shop.project.run("status", "sync").out
+
+
+def test_a_keyboard_interrupt_of_the_jobs_own_making_is_a_failure(project: Project) -> None:
+    text = "@job\ndef sync(ctx):\n    for batch in ctx.batches(range(10)):\n"
+    text += "        raise KeyboardInterrupt\n        yield batch\n"
+    project.write(CONFIG, sync=PRELUDE + text)
+    ended = project.run("run", "sync")
+    assert (ended.code, "The job raised KeyboardInterrupt" in ended.err) == (1, True)

@@ -115,10 +115,9 @@ def test_the_job_in_the_readme_runs(project: Project) -> None:
         archive_orders=blocks("python")[0],
     )
     project.write_file("orders.csv", "order,total\n1,10.50\n2,7.25\n")
-    archive = apsw.Connection(str(project.folder / "archive.db"))
-    archive.execute("CREATE TABLE orders (number TEXT PRIMARY KEY, total TEXT)")
     assert project.run("run", "archive_orders") == Ended(0, "", "")
-    rows = archive.execute("SELECT * FROM orders ORDER BY number").fetchall()
+    archive = apsw.Connection(str(project.folder / "archive.db"))
+    rows = archive.execute('SELECT * FROM orders ORDER BY "order"').fetchall()
     archive.close()
     assert rows == [("1", "10.50"), ("2", "7.25")]
 
@@ -129,9 +128,9 @@ def test_the_settings_in_the_readme_are_those_of_the_sample_job(
     monkeypatch.setenv("STOCK_DSN", "postgresql://stock:S3cr3t@localhost/shop")
     project.write_file("batchrun.toml", "\n".join(blocks("toml")))
     config = batchrun.load_config(project.folder / "batchrun.toml")
-    assert list(config.jobs) == ["inventory_sync", "prices"]
+    assert list(config.jobs) == ["inventory_sync", "prices", "archive_orders"]
     cls = settings_class_of_the_sample_job()
-    for job in config.jobs.values():
+    for job in (config.jobs["inventory_sync"], config.jobs["prices"]):
         made: Any = batchrun.build_settings(cls, job.settings, job=job.name, folder=config.folder)
         assert made.database in (os.environ["STOCK_DSN"], "sqlite:stock.db")
 
