@@ -303,7 +303,7 @@ def bare_commit_s(folder: Path, times: int) -> float:
 
 def empty_batch_figure(folder: Path, runs: int) -> Iterator[Figure]:
     """Yield the cost of a committed empty batch over the bare cost beside it."""
-    times, ratios = 400, []
+    times, ratios = 2_000, []
     for _ in range(runs):
         timed(
             folder, PYTHON, "-P", "-c", LAUNCH, "run", "empty", "--fresh", "--batches", str(times)
