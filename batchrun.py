@@ -28,7 +28,7 @@ The sections, bottom first; each uses only what stands above it:
 
      1. Vocabulary                nouns, states, edges, errors with exit codes
      2. Host                      clocks, processes, file systems; files replaced whole
-     3. Configuration             TOML to frozen dataclasses; settings, secrets
+     3. Configuration             TOML to rows that cannot change; settings, secrets
      4. Checkpoints               where to go on; the encoding of cursors
      5. Ledger                    what happened; one verb, one transaction
      6. Locks and maintenance     who may run
@@ -58,7 +58,6 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from datetime import date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
 from itertools import islice, pairwise
@@ -87,6 +86,7 @@ import apsw
 
 if TYPE_CHECKING:
     import hashlib
+    from dataclasses import Field
 
 VERSION = "0.1.0"
 T = TypeVar("T")
@@ -752,18 +752,17 @@ def make_private_folder(path: Path) -> None:
 
 
 # ======================================================================================
-# 3. Configuration: TOML to frozen dataclasses; durations, sizes, settings, secrets
+# 3. Configuration: TOML to rows that cannot change; durations, sizes, settings, secrets
 # ======================================================================================
 #
 # The config file is TOML and is read whole, before anything is opened or written:
 #
-#     state = "state"      keys of the file: the fields of Config made by _key()
-#     [defaults]           options of every job: the fields of JobConfig made by _key()
+#     state = "state"      TOP_KEYS
+#     [defaults]           OPTIONS of every job
 #     [jobs.NAME]          uses, the same options, and the settings of the job
 #
-# The two dataclasses are the table of keys: one line is one key, and from it come the reading, the
-# messages and config_keys(). A key has the name of its field without the unit, which is part of its
-# value ("60s"). Relative paths are relative to the config file, never to the working directory.
+# A key has the name of its field without the unit, which is part of its value ("60s"). Relative
+# paths are relative to the config file, never to the working directory.
 #
 # A config is valid if and only if every table and key is known, every value is of its type and in
 # its range, every NAME can be a folder's name and every job names a function. The *settings* of a
@@ -852,42 +851,49 @@ def _text(make: Callable[[str], T], pattern: str, wanted: str) -> Callable[[obje
 class ConfigKey(NamedTuple):
     """One key of the config file."""
 
+    field: str  # of Config or JobConfig
     default: object  # as it stands in TOML
     read: Callable[[object], object]  # TOML value to Python value; ValueError says what is wanted
     meaning: str
-    field: str = ""  # of the dataclass
-
-
-def _key(default: object, read: Callable[[object], T], meaning: str) -> T:
-    """Declare a dataclass field that is a key of the config file."""
-    key = ConfigKey(default, read, meaning)
-    return field(default_factory=lambda: read(default), metadata={"key": key})
 
 
 # ~ is refused because cron, systemd and sudo disagree on whose home it is.
 _PATH = _text(Path, r"[^~\0][^\0]*", 'a path without "~", relative to the config file or whole,')
 _FUNCTION = _text(str, r"[A-Za-z_]\w*(:[A-Za-z_]\w*)?", '"function" or "module:function"')
-_USES = ConfigKey("NAME", _FUNCTION, "the job's function, by default of the job's name")
 _REFUSE_OR_FRESH = _text(str, "refuse|fresh", '"refuse" or "fresh"')
 _JOB_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"  # it becomes a folder's name, and is typed
 
 
 BATCH_SIZE_MAX = 1_000_000
 
+# One line is one key, and from it come the reading, the messages and the lists that tests compare.
+TOP_KEYS = {
+    "state": ConfigKey("state", "state", _PATH, "folder of ledger, checkpoints, locks and logs"),
+    "jobs_folder": ConfigKey("jobs_folder", "jobs", _PATH, "folder of the job files"),
+    "min_free": ConfigKey("min_free_bytes", "16MB", parse_size, "below it no run starts"),
+}
+OPTIONS = {
+    "batch_size": ConfigKey("batch_size", 5000, _whole(1, BATCH_SIZE_MAX), "records, at most"),
+    "stop_grace": ConfigKey("stop_grace_s", "60s", parse_duration, "to reach a safe point in"),
+    "max_rejects": ConfigKey("max_rejects", 0, _whole(0, 10**9), "of a run that still succeeds"),
+    "on_changed_source": ConfigKey("on_changed_source", "refuse", _REFUSE_OR_FRESH, "what to do"),
+    "max_fresh": ConfigKey("max_fresh", 2, _whole(0, 1000), "fresh starts in a row, at most"),
+}
+JOB_KEYS = {"uses": ConfigKey("uses", "NAME", _FUNCTION, "the job's function"), **OPTIONS}
 
-@dataclass(frozen=True, eq=False, repr=False)
-class JobConfig:
+
+class JobConfig(NamedTuple):
     """One [jobs.NAME] table: which function it uses, its options and its unchecked settings."""
 
     name: str
     path: Path  # of the job's file: jobs_folder/module.py; it need not exist yet
-    uses: str = field(metadata={"key": _USES})
-    settings: Mapping[str, object] = field(default_factory=dict)  # raw TOML values
-    batch_size: int = _key(5000, _whole(1, BATCH_SIZE_MAX), "most records in a batch")
-    stop_grace_s: float = _key("60s", parse_duration, "time to reach a safe point when asked to")
-    max_rejects: int = _key(0, _whole(0, 10**9), "most rejected records of a run that succeeds")
-    on_changed_source: str = _key("refuse", _REFUSE_OR_FRESH, "for another source")
-    max_fresh: int = _key(2, _whole(0, 1000), "most fresh starts in a row for a changed source")
+    settings: Mapping[str, object]  # raw TOML values
+    uses: str
+    batch_size: int
+    stop_grace_s: float
+    max_rejects: int
+    on_changed_source: str
+    max_fresh: int
 
     @property
     def module(self) -> str:
@@ -900,22 +906,15 @@ class JobConfig:
         return self.uses.rpartition(":")[2]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Config:
+class Config(NamedTuple):
     """The config file, checked. All paths are whole."""
 
     path: Path
     folder: Path  # of the config file; its symbolic links are resolved, the file's own is not
-    jobs: Mapping[str, JobConfig] = field(default_factory=dict)
-    state: Path = _key("state", _PATH, "folder of ledger, checkpoints, locks and logs")
-    jobs_folder: Path = _key("jobs", _PATH, "folder of the job files")
-    min_free_bytes: int = _key("16MB", parse_size, "free space without which no run starts")
-
-    def __post_init__(self) -> None:
-        """Make each relative path relative to the config file."""
-        for name in ("state", "jobs_folder"):
-            whole = os.path.normpath(self.folder / getattr(self, name))
-            object.__setattr__(self, name, Path(whole))
+    jobs: Mapping[str, JobConfig]
+    state: Path
+    jobs_folder: Path
+    min_free_bytes: int
 
     def job(self, name: str) -> JobConfig:
         """Return the configured job of that name.
@@ -935,18 +934,12 @@ class Config:
 
 def config_keys() -> dict[str, dict[str, ConfigKey]]:
     """Return every key by table and name: "" is the top of the file, then defaults, jobs.NAME."""
+    return {"": TOP_KEYS, "defaults": OPTIONS, "jobs.NAME": JOB_KEYS}
 
-    def keys_of(kind: type) -> dict[str, ConfigKey]:
-        found = ((each.name, each.metadata.get("key")) for each in fields(kind))
-        return {
-            name.removesuffix("_s").removesuffix("_bytes"): key._replace(field=name)
-            for name, key in found
-            if key
-        }
 
-    of_jobs = keys_of(JobConfig)
-    options = {name: key for name, key in of_jobs.items() if name != "uses"}
-    return {"": keys_of(Config), "defaults": options, "jobs.NAME": of_jobs}
+def _defaults(keys: Mapping[str, ConfigKey]) -> dict[str, Any]:
+    """Return the default of each key by field."""
+    return {key.field: key.read(key.default) for key in keys.values()}
 
 
 def require_text(path: Path) -> None:
@@ -979,19 +972,22 @@ def load_config(path: Path) -> Config:
         path = path.absolute()
     require_text(path)
     problems: list[str] = []
-    document, keys = _read_toml(path, problems), config_keys()
-    top, rest = _read_keys("", document, keys[""], problems, ("defaults", "jobs"))
-    options, _ = _read_keys("[defaults] ", rest.get("defaults", {}), keys["defaults"], problems)
+    document, folder = _read_toml(path, problems), path.parent.resolve()
+    own, rest = _read_keys("", document, TOP_KEYS, problems, ("defaults", "jobs"))
+    top = {**_defaults(TOP_KEYS), **own}
+    for field in ("state", "jobs_folder"):
+        top[field] = Path(os.path.normpath(folder / top[field]))
+    options, _ = _read_keys("[defaults] ", rest.get("defaults", {}), OPTIONS, problems)
     _, tables = _read_keys("[jobs] ", rest.get("jobs", {}), {}, problems, None)
     jobs: dict[str, JobConfig] = {}
-    config = Config(path, path.parent.resolve(), jobs, **top)
+    config = Config(path, folder, jobs, **top)
     for name, table in tables.items():
         if not re.fullmatch(_JOB_NAME, name):
             rule = "a job's name is 1 to 64 letters, digits, _ - . and begins with neither . nor -"
             problems.append(f"{_heading(name)}: {rule}")
         named = {"uses": name, **table} if isinstance(table, dict) else table
-        own, settings = _read_keys(f"{_heading(name)} ", named, keys["jobs.NAME"], problems, None)
-        values = {"uses": name, **options, **own}
+        own, settings = _read_keys(f"{_heading(name)} ", named, JOB_KEYS, problems, None)
+        values = {**_defaults(OPTIONS), "uses": name, **options, **own}
         file = config.jobs_folder / f"{values['uses'].partition(':')[0]}.py"
         jobs[name] = JobConfig(name, file, settings=settings, **values)
     if problems:
@@ -1264,8 +1260,8 @@ def build_settings(
     values: dict[str, object] = {}
     problems = [
         f"{each.name}: is missing; a value of type {_type_name(kinds[each.name])} is wanted"
-        for each in fields(cls)
-        if each.init and each.name not in given and _default(each) is MISSING
+        for each in _declared_fields(cls)
+        if each.init and each.name not in given and not _has_default(each)
     ]
     for name, value in given.items():
         try:
@@ -1284,6 +1280,8 @@ def build_settings(
 def _declared(cls: type, job: str) -> dict[str, object]:
     """Return the type of each setting by name."""
     try:
+        from dataclasses import fields
+
         hints = get_type_hints(cls)
         kinds = {each.name: hints[each.name] for each in fields(cls) if each.init}
     except (NameError, TypeError) as error:  # a type that is nowhere; not a dataclass
@@ -1297,9 +1295,26 @@ def _declared(cls: type, job: str) -> dict[str, object]:
     return kinds
 
 
+def _declared_fields(settings: object) -> tuple[Field[Any], ...]:
+    """Return the fields of a settings class or of its instance; none if it is no dataclass."""
+    from dataclasses import fields, is_dataclass  # 2 ms, and only where settings are made
+
+    return fields(settings) if is_dataclass(settings) else ()
+
+
+def _has_default(each: Field[Any]) -> bool:
+    """Tell whether a setting may be left out."""
+    from dataclasses import MISSING
+
+    return each.default is not MISSING or each.default_factory is not MISSING
+
+
 def _default(each: Field[Any]) -> object:
-    """Return the default of a setting, or MISSING."""
-    return each.default if each.default_factory is MISSING else each.default_factory()
+    """Return the default of a setting; None if it has none."""
+    if not _has_default(each):
+        return None
+    factory: Any = each.default_factory
+    return factory() if callable(factory) else each.default
 
 
 def _type_name(kind: object) -> str:
@@ -1414,7 +1429,7 @@ def identity(settings: object, folder: Path) -> dict[str, str]:
     """
     values = {
         each.name: getattr(settings, each.name)
-        for each in (fields(settings) if is_dataclass(settings) else ())
+        for each in _declared_fields(settings)
         if each.metadata.get("identity", True) and not looks_secret(each.name, "")
     }
     identified = {name: value for name, value in values.items() if not isinstance(value, Secret)}
@@ -1446,7 +1461,7 @@ def changed_settings(before: Mapping[str, str], settings: object, folder: Path) 
     A setting that was not known then (a newer version of the job has it) counts as changed if it is
     not its default; one that the job does not have any more counts as changed.
     """
-    declared = {each.name: each for each in (fields(settings) if is_dataclass(settings) else ())}
+    declared = {each.name: each for each in _declared_fields(settings)}
     changed = before.keys() - declared.keys()
     for name, digest in identity(settings, folder).items():
         usual = _setting_digest(_default(declared[name]), folder)
@@ -3569,7 +3584,6 @@ class CleanupStack:
             self.releases.append({"name": name, "elapsed_s": elapsed_s, "error": error})
 
 
-@dataclass(eq=False, repr=False)  # what is not needed is not compiled at each start
 class Link:
     """One commit in the making.
 
@@ -3585,21 +3599,23 @@ class Link:
         result: of a step, JSON.
     """
 
-    kind: str
-    loop: str
     cursor: Any = None
-    ended: bool = False
-    read: int = 0
-    rejects: list[Reject] = field(default_factory=list)
-    rejected: int = 0
+    ended = False
+    read = 0
+    rejected = 0
     staged: int | None = None
-    counts: dict[str, int] = field(default_factory=dict)
     first_key: Any = None
     last_key: Any = None
-    marked: bool = False
+    marked = False
     source: str | None = None
     result: Any = None
-    began: float = 0.0
+    began = 0.0
+
+    def __init__(self, kind: str, loop: str, **facts: Any) -> None:
+        self.kind, self.loop = kind, loop
+        self.rejects: list[Reject] = []
+        self.counts: dict[str, int] = {}
+        vars(self).update(facts)
 
 
 class Course:

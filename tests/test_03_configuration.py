@@ -302,7 +302,7 @@ def test_the_sample_config_shows_every_setting_of_its_job_with_a_value_that_it_t
     tmp_path: Path,
 ) -> None:
     config = load_config(config_file(tmp_path, switched_on()))
-    found = batchrun.load_job(replace(config.job("inventory_sync"), path=JOB)).settings
+    found = batchrun.load_job(config.job("inventory_sync")._replace(path=JOB)).settings
     assert found is not None
     shown = config.job("inventory_sync").settings
     assert sorted(shown) == sorted(each.name for each in fields(found))
@@ -872,10 +872,10 @@ def test_identities_are_the_same_in_every_process() -> None:
     assert shown == {settings_digest(identity(Identified(), APP)).encode() + b"\n"}
 
 
-def test_every_config_key_is_a_field_of_its_dataclass() -> None:
+def test_every_config_key_is_a_field_of_its_row() -> None:
     keys = config_keys()
-    of_jobs = {each.name for each in fields(batchrun.JobConfig)}
-    assert {key.field for key in keys[""].values()} < {e.name for e in fields(batchrun.Config)}
+    of_jobs = set(batchrun.JobConfig._fields)
+    assert {key.field for key in keys[""].values()} < set(batchrun.Config._fields)
     assert {key.field for key in keys["jobs.NAME"].values()} < of_jobs
     assert keys["jobs.NAME"].keys() - keys["defaults"].keys() == {"uses"}
     assert keys[""]["min_free"].field == "min_free_bytes"
