@@ -392,7 +392,7 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_root_does_not_trust_the_file_of_a_user(tmp_path: Path) -> None:
     own(tmp_path, 0o755, 0, 0)
     said = distrust(place(tmp_path, "a", 0o600, 4242), euid=0)
-    assert "type: sudo -u 4242 batchrun " in said.lower()
+    assert "type: sudo -u 4242 batchrun" in said.lower()
 
 
 def test_a_file_in_a_folder_that_everyone_can_write_is_refused_unless_it_is_sticky(
