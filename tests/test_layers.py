@@ -653,7 +653,7 @@ def test_a_path_of_one_machine_is_found(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['"/tmp"', "under /tmp, /var/tmp", "/srv/shop", "jobs/work/x", "~/work/x"]
+    "text", ['"/tmp"', "under /tmp, /var/tmp", "/srv/shop", "jobs/home/x", "~/home/x"]
 )
 def test_a_rule_about_folders_is_no_path_of_one_machine(text: str) -> None:
     assert paths_of_one_machine("made_up.py", text) == []
