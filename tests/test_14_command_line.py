@@ -670,3 +670,48 @@ def test_a_ledger_that_is_none_is_made_anew_also_without_checkpoints(shop: Proje
     assert shop.run("repair").code == 3
     assert shop.run("repair", "--apply").code == 0
     assert shop.run("run", "count") == Ended(0, "", "")
+
+
+# --- what a hostile newcomer tried ----------------------------------------------------------------
+
+
+def test_check_compares_the_target_with_the_commit_that_stands(project: Project) -> None:
+    assert project.run("init", ".").code == 0
+    config = (project.folder / "batchrun.toml").read_text()
+    project.write_file("batchrun.toml", f"[defaults]\nbatch_size = 1000\n{config}")
+    assert project.run("run", "inventory_sync", "--batches", "3").code == 75
+    (checkpoint,) = project.state.glob("checkpoints/inventory_sync/*.json")
+    older = checkpoint.read_bytes()
+    assert project.run("run", "inventory_sync", "--batches", "2").code == 75
+    checkpoint.write_bytes(older)
+    found = project.run("--json", "check")
+    (finding,) = found.document["findings"]  # the target is where the ledger is: nothing of it
+    assert (found.code, "older than the ledger" in finding["what"]) == (3, True)
+
+
+def test_jobs_shows_what_is_wrong_with_one_jobs_settings_beside_the_others(shop: Project) -> None:
+    shop.write_file("batchrun.toml", CONFIG + "\n[jobs.other]\nuses = 'count'\nfed = 1\n")
+    shown = shop.run("jobs")
+    assert shown.code == 2
+    assert [line.split()[0] for line in shown.out.splitlines()] == ["job", "count", "other"]
+    assert "fed" in shown.err
+
+
+def test_repair_of_a_run_that_nobody_knows_is_not_found(paused: Project) -> None:
+    assert paused.run("repair", "nosuch").code == 4
+
+
+def test_a_result_that_cannot_be_written_is_no_success(paused: Project) -> None:
+    words = [*LAUNCH, "status"]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            words, cwd=paused.folder, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (ended.returncode, "Traceback" in ended.stderr) == (5, False)
+
+
+def test_a_folder_whose_path_is_not_utf_8_is_refused_in_words(project: Project) -> None:
+    folder = Path(os.fsdecode(os.fsencode(project.folder) + b"/b\xff"))
+    folder.mkdir()
+    ended = project.run("init", ".", cwd=folder)
+    assert (ended.code, "is not UTF-8." in ended.err, list(folder.iterdir())) == (2, True, [])
