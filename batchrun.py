@@ -166,6 +166,7 @@ class Request(StrEnum):
 
     PAUSE = "pause"
     CANCEL = "cancel"
+    DRAIN = "drain"
 
 
 class Reason(StrEnum):
@@ -174,6 +175,11 @@ class Reason(StrEnum):
     NONE = ""
     PERSON = "person"
     STOP = "stop"
+    HEALTH = "health"
+    MAINTENANCE = "maintenance"
+    DRAIN = "drain"
+    POISON = "poison"
+    APPROVAL = "approval"
 
 
 class Ending(StrEnum):
@@ -1864,7 +1870,7 @@ class CheckpointStore:
 # ends, and the next start finds out. The connection is not usable in a forked child.
 
 APPLICATION_ID = 0x62726E31
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SQLITE_OLDEST = (3, 51, 3)
 SQLITE_WITHDRAWN = (3, 52)
 BUSY_LIMIT_S = 10.0
@@ -1887,7 +1893,9 @@ CREATE TABLE run (
   rejected INTEGER NOT NULL DEFAULT 0, expected INTEGER, counts TEXT NOT NULL DEFAULT '{}',
   settings TEXT NOT NULL DEFAULT '{}', overrides TEXT NOT NULL DEFAULT '{}', job_version INTEGER,
   fresh_in_a_row INTEGER NOT NULL DEFAULT 0, read_s REAL NOT NULL DEFAULT 0,
-  work_s REAL NOT NULL DEFAULT 0, own_s REAL NOT NULL DEFAULT 0, error TEXT
+  work_s REAL NOT NULL DEFAULT 0, own_s REAL NOT NULL DEFAULT 0, error TEXT,
+  tried TEXT, tries INTEGER NOT NULL DEFAULT 0, size INTEGER,
+  paused_s REAL NOT NULL DEFAULT 0, deferred TEXT
 ) STRICT;
 CREATE UNIQUE INDEX one_unfinished_run_a_job ON run (job)
   WHERE state NOT IN ('succeeded', 'cancelled');
@@ -1898,7 +1906,7 @@ CREATE TABLE attempt (
   ending TEXT, reason TEXT, exit_code INTEGER, signal INTEGER,
   error TEXT, unchanged TEXT, todo TEXT,
   peak_rss_bytes INTEGER, from_number INTEGER NOT NULL, to_number INTEGER,
-  releases TEXT NOT NULL DEFAULT '[]',
+  releases TEXT NOT NULL DEFAULT '[]', charged INTEGER NOT NULL DEFAULT 0, retry INTEGER,
   PRIMARY KEY (run, generation)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE batch (
@@ -1906,6 +1914,7 @@ CREATE TABLE batch (
   generation INTEGER NOT NULL, kind TEXT NOT NULL, loop TEXT NOT NULL, cursor TEXT NOT NULL,
   first_key TEXT, last_key TEXT, read INTEGER NOT NULL, rejected INTEGER NOT NULL,
   counts TEXT NOT NULL, hash TEXT NOT NULL, at TEXT NOT NULL, elapsed_s REAL NOT NULL,
+  rss_bytes INTEGER, open_files INTEGER, connections INTEGER, threads INTEGER, children INTEGER,
   PRIMARY KEY (run, number)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE reject (
@@ -1932,8 +1941,67 @@ CREATE TRIGGER events_stay BEFORE DELETE ON event
   BEGIN SELECT RAISE(ABORT, 'the newest event is the ledger''s clock'); END;
 """
 
+SINCE_VERSION_2 = """
+CREATE TABLE reading (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL,
+  run INTEGER NOT NULL REFERENCES run, generation INTEGER NOT NULL, number INTEGER NOT NULL,
+  available_bytes INTEGER, limit_bytes INTEGER, limit_source TEXT, rss_bytes INTEGER,
+  connections INTEGER, open_files INTEGER, threads INTEGER, children INTEGER, pressure REAL
+) STRICT;
+CREATE INDEX reading_of_run ON reading (run, id);
+CREATE TABLE health_check (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL,
+  run INTEGER NOT NULL REFERENCES run, generation INTEGER NOT NULL,
+  memory TEXT NOT NULL, connections TEXT NOT NULL, dependencies TEXT NOT NULL,
+  verdict TEXT NOT NULL, why TEXT NOT NULL, elapsed_s REAL NOT NULL
+) STRICT;
+CREATE INDEX health_check_of_run ON health_check (run, id);
+CREATE TABLE cleanup (
+  id INTEGER PRIMARY KEY AUTOINCREMENT,
+  run INTEGER NOT NULL REFERENCES run, generation INTEGER NOT NULL,
+  function TEXT NOT NULL, arguments TEXT NOT NULL, made_at TEXT NOT NULL,
+  done_at TEXT, error TEXT, elapsed_s REAL
+) STRICT;
+CREATE INDEX cleanup_of_run ON cleanup (run, id);
+CREATE TABLE barrier (
+  id INTEGER PRIMARY KEY AUTOINCREMENT,
+  device INTEGER NOT NULL, inode INTEGER NOT NULL, changed_ns INTEGER NOT NULL,
+  at TEXT NOT NULL, who TEXT NOT NULL, reason TEXT NOT NULL, until TEXT,
+  scopes TEXT NOT NULL DEFAULT '[]', opened INTEGER NOT NULL REFERENCES event,
+  closed INTEGER REFERENCES event, closed_at TEXT, closed_why TEXT
+) STRICT;
+CREATE UNIQUE INDEX one_barrier_at_a_time ON barrier (closed IS NULL) WHERE closed IS NULL;
+CREATE TABLE drain (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, barrier INTEGER NOT NULL REFERENCES barrier,
+  at TEXT NOT NULL, who TEXT NOT NULL, deadline_s REAL NOT NULL, ended_at TEXT,
+  exit_code INTEGER, report TEXT
+) STRICT;
+CREATE TABLE approval (
+  run INTEGER NOT NULL REFERENCES run, name TEXT NOT NULL, summary TEXT NOT NULL,
+  asked_at TEXT NOT NULL, answered_at TEXT, who TEXT, why TEXT,
+  PRIMARY KEY (run, name)
+) STRICT, WITHOUT ROWID;
+"""
+SCHEMA += SINCE_VERSION_2
+
 # One entry a step: MIGRATIONS[n] turns a ledger of user_version n into n + 1.
-MIGRATIONS: dict[int, str] = {}
+MIGRATIONS = {
+    1: """
+ALTER TABLE run ADD COLUMN tried TEXT;
+ALTER TABLE run ADD COLUMN tries INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE run ADD COLUMN size INTEGER;
+ALTER TABLE run ADD COLUMN paused_s REAL NOT NULL DEFAULT 0;
+ALTER TABLE run ADD COLUMN deferred TEXT;
+ALTER TABLE attempt ADD COLUMN charged INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE attempt ADD COLUMN retry INTEGER;
+ALTER TABLE batch ADD COLUMN rss_bytes INTEGER;
+ALTER TABLE batch ADD COLUMN open_files INTEGER;
+ALTER TABLE batch ADD COLUMN connections INTEGER;
+ALTER TABLE batch ADD COLUMN threads INTEGER;
+ALTER TABLE batch ADD COLUMN children INTEGER;
+"""
+    + SINCE_VERSION_2,
+}
 
 UNFINISHED = "state NOT IN ('succeeded', 'cancelled')"
 OWNED = (RunState.RESERVED, RunState.RUNNING)

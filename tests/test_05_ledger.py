@@ -813,6 +813,36 @@ def test_a_link_where_the_ledger_is_made_is_not_followed(path: Path, tmp_path: P
 
 # --- versions -------------------------------------------------------------------------------------
 
+NOW, NEXT = batchrun.SCHEMA_VERSION, batchrun.SCHEMA_VERSION + 1
+
+
+def columns_of(path: Path) -> dict[str, set[tuple[object, ...]]]:
+    """Every table's columns: name, type, NOT NULL, default, place in the primary key."""
+    with contextlib.closing(apsw.Connection(str(path))) as ledger:
+        names = "SELECT name FROM sqlite_master WHERE type IN ('table', 'index', 'trigger')"
+        return {
+            str(name): {tuple(row[1:]) for row in ledger.execute(f"PRAGMA table_info({name})")}
+            for (name,) in ledger.execute(names).fetchall()
+        }
+
+
+def test_a_ledger_of_version_1_is_migrated_to_what_a_new_one_is(path: Path, tmp_path: Path) -> None:
+    with contextlib.closing(apsw.Connection(str(path))) as old:
+        old.execute((Path(__file__).parent / "schema_version_1.sql").read_text())
+        edges = [(*pair, sentence) for pair, sentence in batchrun.TRANSITIONS.items()]
+        old.executemany("INSERT INTO edge VALUES (?, ?, ?)", edges)
+        old.execute("INSERT INTO ledger VALUES ('uuid of old', '2026-01-01T00:00:00.000Z')")
+        old.pragma("application_id", batchrun.APPLICATION_ID)
+    with_version(path, 1)
+    path.chmod(0o600)
+    migrated = open_ledger(path, HOST, create=False)
+    run = commit(migrated, opened(migrated))
+    assert (migrated.uuid, run.number, migrated.damage()) == ("uuid of old", 1, "")
+    migrated.close()
+    (tmp_path / "new").mkdir()
+    open_ledger(tmp_path / "new" / "ledger.db", HOST, create=True).close()
+    assert columns_of(path) == columns_of(tmp_path / "new" / "ledger.db")
+
 
 def with_version(path: Path, version: int) -> None:
     with contextlib.closing(apsw.Connection(str(path))) as other:
@@ -820,11 +850,11 @@ def with_version(path: Path, version: int) -> None:
 
 
 def test_a_newer_ledger_is_refused_untouched(at_rest: Path) -> None:
-    with_version(at_rest, 2)
+    with_version(at_rest, NEXT)
     refusal = refusal_of(at_rest)
     assert refusal.exit_code == ExitCode.STATE_DIRECTORY
     assert str(refusal) == (
-        f"The ledger {at_rest} has version 2; this batchrun knows 1.\n"
+        f"The ledger {at_rest} has version {NEXT}; this batchrun knows {NOW}.\n"
         "A newer batchrun wrote it.\n"
         "It was not touched.\n"
         "Install that version again: python -m pip install -U batchrun"
@@ -843,13 +873,13 @@ def test_a_ledger_without_a_version_is_refused_untouched(at_rest: Path) -> None:
 def test_an_older_ledger_is_migrated_after_a_backup(
     at_rest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batchrun, "SCHEMA_VERSION", 2)
-    monkeypatch.setattr(batchrun, "MIGRATIONS", {1: "ALTER TABLE run ADD COLUMN colour TEXT"})
+    monkeypatch.setattr(batchrun, "SCHEMA_VERSION", NEXT)
+    monkeypatch.setattr(batchrun, "MIGRATIONS", {NOW: "ALTER TABLE run ADD COLUMN colour TEXT"})
     ledger = open_ledger(at_rest, HOST, create=False)
     assert ledger._rows("SELECT colour, number FROM run") == [(None, 40)]
-    assert ledger._connection.pragma("user_version") == 2
+    assert ledger._connection.pragma("user_version") == NEXT
     ledger.close()
-    backup = at_rest.with_name("ledger.db.version1")
+    backup = at_rest.with_name(f"ledger.db.version{NOW}")
     assert backup.stat().st_mode & 0o777 == 0o600
     monkeypatch.undo()
     old = open_ledger(backup, HOST, create=False)
@@ -858,8 +888,8 @@ def test_an_older_ledger_is_migrated_after_a_backup(
 
 
 MIGRATE = """
-batchrun.SCHEMA_VERSION = 2
-batchrun.MIGRATIONS = {1: "ALTER TABLE run ADD COLUMN colour TEXT"}
+batchrun.MIGRATIONS = {batchrun.SCHEMA_VERSION: "ALTER TABLE run ADD COLUMN colour TEXT"}
+batchrun.SCHEMA_VERSION += 1
 batchrun.open_ledger(Path(sys.argv[1]), batchrun.Host(), create=False).close()
 """
 
@@ -867,11 +897,11 @@ batchrun.open_ledger(Path(sys.argv[1]), batchrun.Host(), create=False).close()
 def test_a_migration_that_is_killed_has_changed_nothing_and_is_done_again(at_rest: Path) -> None:
     assert finished(child(MIGRATE, at_rest, point="migrate.commit=kill"))[0] == -signal.SIGKILL
     ledger = open_ledger(at_rest, HOST, create=False)  # by the old version
-    assert (ledger.run(1).number, ledger._connection.pragma("user_version")) == (40, 1)
+    assert (ledger.run(1).number, ledger._connection.pragma("user_version")) == (40, NOW)
     ledger.close()
     assert finished(child(MIGRATE, at_rest)) == (0, "")
     assert finished(child(MIGRATE, at_rest)) == (0, "")
-    assert refusal_of(at_rest).what.endswith("has version 2; this batchrun knows 1.")
+    assert refusal_of(at_rest).what.endswith(f"has version {NEXT}; this batchrun knows {NOW}.")
 
 
 def test_a_ledger_is_not_migrated_under_a_running_job(at_rest: Path) -> None:
@@ -892,7 +922,7 @@ def test_a_ledger_is_not_migrated_under_a_running_job(at_rest: Path) -> None:
 def test_an_older_batchrun_admits_nothing_after_a_migration(at_rest: Path) -> None:
     ledger = open_ledger(at_rest, HOST, create=False)
     assert finished(child(MIGRATE, at_rest)) == (0, "")
-    with pytest.raises(StateDirectoryError, match="has version 2; this batchrun knows 1"):
+    with pytest.raises(StateDirectoryError, match=f"has version {NEXT}; this batchrun knows {NOW}"):
         admit(ledger)
     ledger.close()
 
@@ -951,9 +981,9 @@ def test_another_owners_ledger_is_read_without_making_or_changing_a_file(
 def test_an_older_ledger_of_another_owner_is_not_migrated(
     at_rest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batchrun, "SCHEMA_VERSION", 2)
+    monkeypatch.setattr(batchrun, "SCHEMA_VERSION", NEXT)
     OtherOwner(monkeypatch)
-    with pytest.raises(StateDirectoryError, match="has version 1, not migrated to 2 yet"):
+    with pytest.raises(StateDirectoryError, match=f"has version {NOW}, not migrated to {NEXT} yet"):
         open_ledger(at_rest, HOST, create=False, write=False)
 
 
