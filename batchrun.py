@@ -449,12 +449,27 @@ class Finding(NamedTuple):
 #
 # An fsync that failed is never repeated: the kernel marks the pages clean, and the second call
 # would succeed without the bytes being on the disk.
+#
+# systemd is told by datagrams (sd_notify), said by `Systemd.turn` and by nothing else:
+#
+#   READY=1              first of all, before any wait, also by a start that is refused; once
+#   STATUS=...           what is done now, one line; when it changed, at most once a second
+#   STOPPING=1           at the first stop; once
+#   EXTEND_TIMEOUT_USEC  once a second while a safe point is awaited after a stop, and never
+#                        longer than our own rule lets a worker live
+#   WATCHDOG=1           every half WATCHDOG_USEC. No thread says it: each wait of the supervisor's
+#                        loop is a turn, so a loop that hangs falls silent
+#
+# A full socket or one that is gone holds nobody up: what could not be said is said at a later turn.
 
 TEMPORARY_SUFFIX = ".tmp"
 NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse.", "9p", "afs", "ceph", "glusterfs", "lustre")
 VOLATILE_FILE_SYSTEMS = ("tmpfs", "ramfs")
 VOLATILE_FOLDERS = ("/tmp", "/var/tmp", "/run")  # noqa: S108 - named in order to warn about them
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+STATUS_EVERY_S = EXTEND_EVERY_S = 1.0
+EXTEND_BY_S = 10.0  # a supervisor that falls silent gets this much, and no more
+LONGEST_STATUS = 500  # characters; systemd drops a datagram of more than 4,096 bytes
 
 NAMED_POINT = os.environ.get("BATCHRUN_TEST_POINT", "")
 
@@ -622,17 +637,87 @@ class Host:
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("500")
 
-    def notify_systemd(self, text: str) -> None:
-        """Tell systemd about a change (`READY=1`), if it started us and wants to know."""
-        address = os.environ.get("NOTIFY_SOCKET")
-        if address:
-            import socket  # only under systemd
+    @functools.cached_property
+    def systemd(self) -> Systemd:
+        """Who started us, perhaps, and wants to know; made before any child is started."""
+        return Systemd(self)
 
-            with (
-                contextlib.suppress(OSError),
-                socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s,
-            ):
-                s.sendto(text.encode(), address.replace("@", "\0", 1))
+
+class Systemd:
+    """What systemd is told, if it started us and wants to know; see the head of this section.
+
+    Its variables are taken out of the environment, so that no job speaks in our name.
+
+    Attributes:
+        longest_wait_s: how long a turn may be away from the next, for the watchdog's sake.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        names = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+        address, period, pid = (os.environ.pop(name, "") for name in names)
+        self._address = re.sub("^@", "\0", address)
+        watched = period.isdecimal() and int(period) > 0 and pid in ("", str(os.getpid()))
+        half_s = int(period) / 2e6 if watched else float("inf")
+        self.longest_wait_s = half_s / 2
+        self._always = {"WATCHDOG": "1"} if watched else {}
+        self._every_s = {
+            "STATUS": STATUS_EVERY_S,
+            "EXTEND_TIMEOUT_USEC": EXTEND_EVERY_S,
+            "WATCHDOG": half_s,
+        }
+        self._owed: dict[str, str] = {}
+        self._said_at: dict[str, float] = {}
+        self._shown = ""
+
+    def ready(self) -> None:
+        """Say that we have started; before any wait."""
+        self._owed["READY"] = "1"
+        self.turn()
+
+    def stopping(self) -> None:
+        """Say that we are about to end."""
+        self._owed["STOPPING"] = "1"
+        self.turn()
+
+    def extend(self, seconds: float) -> None:
+        """Ask that we be given so much time to stop in; said for a while ahead, so ask again."""
+        if seconds > 0:
+            self._owed["EXTEND_TIMEOUT_USEC"] = str(int(min(seconds, EXTEND_BY_S) * 1_000_000))
+
+    def show(self, text: str, *, at_once: bool = False) -> None:
+        """Show the first line of a masked text as what is done now; at_once: before the end."""
+        line = text.partition("\n")[0][:LONGEST_STATUS]
+        if line != self._shown:
+            self._shown = self._owed["STATUS"] = line
+        if at_once:
+            self._said_at.pop("STATUS", None)
+            self.turn()
+
+    def turn(self) -> None:
+        """Say what is due. The watchdog is fed by this, so only real progress may lead here."""
+        if not self._address:
+            return
+        now, owed = self._host.monotonic(), self._owed | self._always
+        due = {
+            name: value
+            for name, value in owed.items()
+            if name not in self._said_at or now - self._said_at[name] >= self._every_s.get(name, 0)
+        }
+        if due and self._send("\n".join(f"{name}={value}" for name, value in due.items())):
+            self._said_at |= dict.fromkeys(due, now)
+            self._owed = {name: value for name, value in owed.items() if name not in due}
+
+    def _send(self, text: str) -> bool:
+        """Send a datagram without waiting; tell whether it has been taken."""
+        import socket  # only under systemd
+
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
+                sender.sendto(text.encode(errors="replace"), self._address)
+        except OSError:
+            return False
+        return True
 
 
 def utc_text(moment_ns: int) -> str:
@@ -6406,6 +6491,9 @@ def listen(worker: Worker) -> None:
 #   first stop     SIGTERM to the worker: it ends at its next safe point
 #   second stop    SIGUSR1, also when stop_grace is over: the batch is given up and rolled back
 #   third stop     SIGKILL, also 10 s or stop_grace (the less) later: out; the run can be resumed
+#
+# Every wait of a supervisor is `StopCounter.wait`, in a loop: there stops are counted, and systemd
+# hears what is due. In process there is no loop, so no watchdog.
 
 COUNTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WATCH_INTERVAL_S = 0.2
@@ -6484,7 +6572,6 @@ class Supervisor:
         self._ledger = self._state.open_ledger(create=not self._launch.only_resume)
         try:
             self._state.maintenance.require_open()  # the admission looks again
-            self._host.notify_systemd("READY=1")
             if not self._take_lock():
                 self._watcher.say("stopped while waiting; nothing was started")
                 return Outcome(self._stops.exit_code())
@@ -6512,7 +6599,7 @@ class Supervisor:
             False if a stop was asked for while waiting.
         """
         until, told = self._host.monotonic() + self._job_config.stop_grace_s, False
-        while not self._lock.acquire():
+        while not self._stops.count and not self._lock.acquire():
             run = self._ledger.unfinished(self._launch.job)
             attempt = self._ledger.last_attempt(run) if run else None
             orphaned = attempt is not None and not self._host.is_alive(attempt.supervisor)
@@ -6522,11 +6609,14 @@ class Supervisor:
                 owners = ", ".join(map(str, self._lock.owners(self._host)))
                 said = f"waiting for pid {owners}, which a killed supervisor left behind"
                 self._watcher.say(said)
+                self._show(said)
                 told = True
             self._stops.wait(WATCH_INTERVAL_S)
-            if self._stops.count:
-                return False
-        return True
+        return not self._stops.count
+
+    def _show(self, doing: str) -> None:
+        """Have `systemctl status` show what the run does now."""
+        self._host.systemd.show(mask_secrets(f"{self._launch.job}: {doing}"))
 
     def _busy(self, attempt: Attempt | None) -> Busy:
         """Record the refused start and return the letter that names who is in the way."""
@@ -6693,7 +6783,9 @@ class Supervisor:
                 self._watcher.say(event.why)
                 shown = event.id
             if not ended:
-                self._watcher.progress(self._ledger.run(run.key))
+                run = self._ledger.run(run.key)
+                self._watcher.progress(run)
+                self._show(doing_text(run, self._stops.count))
                 self._stops.wait(WATCH_INTERVAL_S)
                 self._pass_stops_on(worker)
 
@@ -6701,7 +6793,10 @@ class Supervisor:
         """Ask the worker as strongly as the stops so far demand; see the head of this section."""
         stops, waited_s = self._stops.count, self._stops.waited_s()
         grace_s = self._job_config.stop_grace_s
-        if stops >= 3 or waited_s > grace_s + min(grace_s, KILL_AFTER_INTERRUPT_S):
+        killed_s = grace_s + min(grace_s, KILL_AFTER_INTERRUPT_S)
+        if stops:
+            self._host.systemd.extend(killed_s + 2 * ORPHAN_GRACE_S - waited_s)
+        if stops >= 3 or waited_s > killed_s:
             worker.ask(signal.SIGKILL)
         elif stops == 2 or waited_s > grace_s:
             worker.ask(signal.SIGUSR1)
@@ -6736,6 +6831,13 @@ class Supervisor:
         return text
 
 
+def doing_text(run: Run, stops: int) -> str:
+    """Return what a watched run does now, and whether it was asked to stop."""
+    of_all = f" of {run.expected:,}" if run.expected else ""
+    stopping = ", asked to stop" if stops else ""
+    return f"batch {run.batches + 1}, {run.read:,}{of_all} records{stopping}"
+
+
 class CodeChanged(BatchrunError):
     """batchrun itself was replaced under a running supervisor."""
 
@@ -6768,15 +6870,23 @@ class StopCounter:
     def wait(self, seconds: float) -> None:
         """Wait for the next signal, but not longer than so many seconds; more than 0.
 
+        It may be much less, so call it in a loop. Each call is a turn of that loop to systemd.
+
         Not by sigtimedwait: CPython's makes signals up when the process is stopped and continued.
         """
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        systemd = self._host.systemd
+        systemd.turn()
+        signal.setitimer(signal.ITIMER_REAL, min(seconds, systemd.longest_wait_s))
         number = signal.Signals(signal.sigwait(self._waited_for))
-        if number not in COUNTED_SIGNALS:
-            return
+        if number in COUNTED_SIGNALS:
+            self.take(number)
+
+    def take(self, number: signal.Signals) -> None:
+        """Count a stop; the same one within a moment only once."""
         now = self._host.monotonic()
         if self.count == 0:
             self._first, self._first_at = number, now
+            self._host.systemd.stopping()
         elif now - self._last_at < ONE_STOP_S.get(number, ONE_STOP_DEFAULT_S):
             return
         self.count += 1
@@ -6860,6 +6970,7 @@ class WorkerProcess:
             if waited_s > 2 * ORPHAN_GRACE_S:
                 return False
             number = signal.SIGKILL if waited_s > ORPHAN_GRACE_S else signal.SIGTERM
+            self._host.systemd.turn()
             self._host.sleep(BUSY_STEP_S)
         return True
 
@@ -7245,6 +7356,7 @@ class Console:
         """Write an error; with --json the last line of stderr is an object."""
         self._draw("")
         text = mask_secrets(self.typed(text))
+        self._host.systemd.show(text, at_once=True)
         if self.as_json:
             text = json.dumps({"type": "error", "exit_code": int(code), "text": text})
         write_line(2, text)
@@ -7336,6 +7448,7 @@ class App:
             text = f"{run['job']}: run {run['id']} {state_text(run)} after {took}"
             todo = f"\nto go on: batchrun resume {run['id']}" * (not outcome.run.finished)
             self.console.say(f"{text}: {counts_text(run)}{todo}")
+            self.host.systemd.show(mask_secrets(text), at_once=True)
         if self.console.as_json:
             document = {"type": "result", "exit_code": int(outcome.exit_code), "run": run["id"]}
             names = ("job", "state", "reason", "read", "rejected", "counts")
@@ -7356,7 +7469,7 @@ class App:
 )
 def run_command(app: App, *, job: str, **asked: Any) -> ExitCode:
     """Run a job, or go on with its unfinished run."""
-    app.host.notify_systemd("READY=1")  # before any wait, and also if the start is refused
+    app.host.systemd.ready()  # before any wait, and also if the start is refused
     return app.supervise(launch_of(job, **asked)).exit_code
 
 
@@ -7369,7 +7482,7 @@ def run_command(app: App, *, job: str, **asked: Any) -> ExitCode:
 )
 def resume_command(app: App, *, run: str | None, everything: bool, **asked: Any) -> ExitCode:
     """Go on with an unfinished run; without RUN, the only one."""
-    app.host.notify_systemd("READY=1")
+    app.host.systemd.ready()
     if everything:
         return tick(app)
     with app.ledger(write=True) as ledger:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
     "Vocabulary": 355,
-    "Host": 325,
+    "Host": 406,
     "Configuration": 720,
     "Checkpoints": 375,
     "Ledger": 1_260,
@@ -29,12 +29,12 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Operations": 200,
     "Recovery": 455,
     "Worker": 500,
-    "Supervisor": 540,
+    "Supervisor": 570,
     "Reports": 200,
     "Command line": 660,
 }
 COMES_LATER = {"Health", "Operations"}  # their place in the order is kept
-LINES_IN_ALL = 8_180  # must stay under
+LINES_IN_ALL = 8_265  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
