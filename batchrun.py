@@ -6196,13 +6196,9 @@ class Worker:
         """Return the attempt's end for what was raised; a job told to end may raise anything."""
         if isinstance(error, BatchrunError) and error.exit_code in UNRECORDED:
             return letter_end(error)
-        heard = (
-            signal.getsignal(signal.SIGINT) != signal.SIG_IGN
-        )  # in process; else it is the job's
-        by_key = heard and isinstance(error, KeyboardInterrupt)
-        if self.gate.shut or by_key or isinstance(error, SafeStop | Interrupted):
-            code = ExitCode.INTERRUPTED if by_key else ExitCode.STOPPED
-            return AttemptEnd(Ending.STOPPED, code, self.gate.reason_to_stop() or Reason.STOP)
+        if self.gate.shut or isinstance(error, SafeStop | Interrupted):
+            reason = self.gate.reason_to_stop() or Reason.STOP
+            return AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, reason)
         if isinstance(error, BatchrunError):
             return letter_end(error)
         log_traceback(error)
@@ -6461,15 +6457,20 @@ def worker_main() -> NoReturn:
         os._exit(end.exit_code)
 
 
-def listen(worker: Worker) -> None:
-    """Let SIGTERM stop at the next safe point and SIGUSR1 interrupt the job's own frame."""
+def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
+    """Let SIGTERM stop at the next safe point and SIGUSR1 interrupt the job's own frame.
+
+    Args:
+        worker: the worker of this process.
+        by_key: what Ctrl-C does, in process; without it, it is the supervisor's alone.
+    """
 
     def stop(*_: object) -> None:
         worker.gate.stop = True
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGUSR1, lambda *_: worker.interrupt())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, by_key or signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
@@ -6493,7 +6494,8 @@ def listen(worker: Worker) -> None:
 #   third stop     SIGKILL, also 10 s or stop_grace (the less) later: out; the run can be resumed
 #
 # Every wait of a supervisor is `StopCounter.wait`, in a loop: there stops are counted, and systemd
-# hears what is due. In process there is no loop, so no watchdog.
+# hears what is due. In process Ctrl-C is both first and second stop, and raises in the job's own
+# frame only, as SIGUSR1 does; there is no loop then, so no watchdog.
 
 COUNTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WATCH_INTERVAL_S = 0.2
@@ -6765,8 +6767,12 @@ class Supervisor:
         """Run the worker's code here, for debuggers and tests; the lock is kept to our end."""
         self._nothing_lives = False
         worker = Worker(order, self._config, self._ledger, self._host)
-        listen(worker)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        def give_up(number: int, _: object) -> None:
+            self._stops.take(signal.Signals(number))
+            worker.interrupt()
+
+        listen(worker, by_key=give_up)
         end = worker.drive()
         sys.stdout.flush()
         if not worker.recorded:

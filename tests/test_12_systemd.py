@@ -11,10 +11,14 @@ import pytest
 from conftest import LAUNCH, Project, clean_environment, wait_for
 from test_11_worker import (
     CONFIG,
+    RELEASED,
+    at,
     done,
+    finish_after,
     let_go,
     records,
     rows,
+    run_row,
     start_held,
     worker_of,
     write_job,
@@ -207,6 +211,24 @@ def test_the_watchdog_is_fed_while_a_start_waits_for_an_orphan(project: Project,
     let_go(project)
     os.kill(worker, signal.SIGCONT)
     assert project.finish(later).code == 0
+
+
+# --- Ctrl-C in process ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", ["commit.prepared", "ledger.commit", "checkpoint.fsync"])
+def test_ctrl_c_in_process_never_tears_a_commit(project: Project, point: str) -> None:
+    write_job(project)
+    process = project.start("run", "sync", "--in-process", env=at(f"{point}@2=stop"))
+    wait_for(lambda: is_stopped(process.pid), "the commit")
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
+    ended = project.finish(process)
+    assert (ended.code, ended.err) == (130, "")
+    assert run_row(project) == ("paused", "stop", 2)
+    assert project.run("check").out == "ledger and checkpoints agree\n"
+    assert done(project)[-3:] == RELEASED
+    finish_after(project, 0)
 
 
 # --- what is said, and when -----------------------------------------------------------------------
