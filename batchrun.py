@@ -6576,7 +6576,7 @@ class Supervisor:
             self._state.maintenance.require_open()  # the admission looks again
             if not self._take_lock():
                 self._watcher.say("stopped while waiting; nothing was started")
-                return Outcome(self._stops.exit_code())
+                return Outcome(self._stops.exit_code(), signalled=True)
             self._host.become_subreaper()
             self._code = code_digest()
             outcome = self._run_until_done()
@@ -6601,6 +6601,7 @@ class Supervisor:
             False if a stop was asked for while waiting.
         """
         until, told = self._host.monotonic() + self._job_config.stop_grace_s, False
+        self._stops.look()
         while not self._stops.count and not self._lock.acquire():
             run = self._ledger.unfinished(self._launch.job)
             attempt = self._ledger.last_attempt(run) if run else None
@@ -6855,6 +6856,13 @@ def code_digest() -> str:
     return sha256(Path(__file__).read_bytes()).hexdigest()
 
 
+def block_stops() -> list[signal.Signals]:
+    """Hold back the signals that are counted, until `StopCounter.wait` takes them up."""
+    counted = [s for s in COUNTED_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
+    signal.pthread_sigmask(signal.SIG_BLOCK, counted)
+    return counted
+
+
 class StopCounter:
     """Counts the stops that people and systemd ask for, without signal handlers.
 
@@ -6869,9 +6877,13 @@ class StopCounter:
 
     def begin(self) -> None:
         """Block what is counted, SIGCHLD (`wait` ends early with a worker), and our timer's."""
-        counted = [s for s in COUNTED_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
-        self._waited_for = {*counted, signal.SIGCHLD, signal.SIGALRM}
+        self._waited_for = {*block_stops(), signal.SIGCHLD, signal.SIGALRM}
         signal.pthread_sigmask(signal.SIG_BLOCK, self._waited_for)
+
+    def look(self) -> None:
+        """Take up a stop that has come already."""
+        if self._waited_for & signal.sigpending():
+            self.wait(WATCH_INTERVAL_S)
 
     def wait(self, seconds: float) -> None:
         """Wait for the next signal, but not longer than so many seconds; more than 0.
@@ -7871,7 +7883,10 @@ def run_command_line(arguments: list[str]) -> int:
 
 def main() -> NoReturn:
     """Run the command line and leave by os._exit: a held lock is never given back on the way."""
-    code = int(ExitCode.FAILED)
+    code, names = int(ExitCode.FAILED), [parts.name for parts in COMMANDS]
+    if next((word for word in sys.argv[1:] if word in names), "") in ("run", "resume"):
+        block_stops()  # a stop that comes this early is counted too
+    reach("main.begun")
     try:
         code = run_command_line(sys.argv[1:])
     except BaseException:  # noqa: BLE001 - a fault of batchrun's own, told before the end

@@ -213,7 +213,7 @@ def test_the_watchdog_is_fed_while_a_start_waits_for_an_orphan(project: Project,
     assert project.finish(later).code == 0
 
 
-# --- Ctrl-C in process ------------------------------------------------------------------------
+# --- Ctrl-C in process, and a stop before anything has begun --------------------------------------
 
 
 @pytest.mark.parametrize("point", ["commit.prepared", "ledger.commit", "checkpoint.fsync"])
@@ -229,6 +229,31 @@ def test_ctrl_c_in_process_never_tears_a_commit(project: Project, point: str) ->
     assert project.run("check").out == "ledger and checkpoints agree\n"
     assert done(project)[-3:] == RELEASED
     finish_after(project, 0)
+
+
+@pytest.mark.parametrize("words", [("run", "sync"), ("resume",), ("resume", "--all")])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_stop_before_anything_has_begun_starts_nothing(
+    project: Project, words: tuple[str, ...], number: signal.Signals, code: int
+) -> None:
+    write_job(project)
+    assert project.run("run", "sync", "--batches", "1").code == 75
+    before = rows(project, "SELECT * FROM attempt")
+    process = project.start(*words, env=at("main.begun=stop"))
+    wait_for(lambda: is_stopped(process.pid), "the beginning")
+    process.send_signal(number)
+    process.send_signal(signal.SIGCONT)
+    assert project.finish(process).code == code
+    assert rows(project, "SELECT * FROM attempt") == before
+
+
+def test_other_commands_can_be_stopped_at_once(project: Project) -> None:
+    write_job(project)
+    process = project.start("status", env=at("main.begun=stop"))
+    wait_for(lambda: is_stopped(process.pid), "the beginning")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
+    assert project.finish(process).code == -signal.SIGTERM
 
 
 # --- what is said, and when -----------------------------------------------------------------------

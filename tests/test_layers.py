@@ -29,12 +29,12 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Operations": 200,
     "Recovery": 455,
     "Worker": 500,
-    "Supervisor": 570,
+    "Supervisor": 582,
     "Reports": 200,
-    "Command line": 660,
+    "Command line": 662,
 }
 COMES_LATER = {"Health", "Operations"}  # their place in the order is kept
-LINES_IN_ALL = 8_265  # must stay under
+LINES_IN_ALL = 8_279  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
