@@ -4627,12 +4627,18 @@ def open_database(url: str) -> Any:
     )
 
 
+# Signals are looked at where Python runs, and a long statement runs none: it is made to, now and
+# then. So an interrupted batch ends inside its statement; `executemany` of a list, too.
+STEPS_BETWEEN_SIGNALS = 100_000  # of SQLite's machine: some 15 ms, and below what can be measured
+
+
 def _open_sqlite(path: Path) -> apsw.Connection:
     try:
         is_new = not path.exists()
         connection = apsw.Connection(str(path))
         connection.set_busy_timeout(int(BUSY_LIMIT_S * 1000))
         connection.cursor_factory = CountingCursor
+        connection.set_progress_handler(lambda: False, STEPS_BETWEEN_SIGNALS)
         if is_new:
             connection.pragma("journal_mode", "wal")
         connection.pragma("synchronous", "FULL")
@@ -4666,8 +4672,14 @@ def _open_postgres(url: str) -> Any:
         ) from None
 
 
+CANCEL_LIMIT_S = 5.0
+
+
 def close_connection(connection: Any) -> None:
     """Roll back what is open and close; what was not committed was not meant to be."""
+    with contextlib.suppress(Exception):  # a statement that was interrupted goes on in its server
+        if connection.info.transaction_status.name == "ACTIVE":  # psycopg's; others have none
+            connection.cancel_safe(timeout=CANCEL_LIMIT_S)
     with contextlib.suppress(Exception):  # closing rolls back too; this lets locks go at once
         if hasattr(connection, "rollback"):
             connection.rollback()

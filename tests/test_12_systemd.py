@@ -4,6 +4,7 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from test_11_worker import (
     done,
     finish_after,
     let_go,
+    log_of,
     records,
     rows,
     run_row,
@@ -211,6 +213,86 @@ def test_the_watchdog_is_fed_while_a_start_waits_for_an_orphan(project: Project,
     let_go(project)
     os.kill(worker, signal.SIGCONT)
     assert project.finish(later).code == 0
+
+
+# --- a statement that lasts (K08) -----------------------------------------------------------------
+
+STATEMENT = """\
+(db := ctx.connect("sqlite:long.db"), hold('go'), db.execute("WITH RECURSIVE n(x) AS \
+(SELECT 1 UNION ALL SELECT x + 1 FROM n LIMIT LAST) SELECT count(*) FROM n").fetchall())"""
+ENDLESS = STATEMENT.replace("LAST", "-1")
+
+
+def start_statement(project: Project, ear: Ear) -> subprocess.Popen[str]:
+    """Start the job and return when its worker is inside the statement and uses the processor."""
+    process = start_held(project, env=ear.environment(WATCHDOG_USEC="20000"), launch=AS_MAIN)
+    stat = Path(f"/proc/{worker_of(process)}/stat")
+
+    def used() -> int:
+        return int(stat.read_text().rpartition(")")[2].split()[11])  # hundredths of a second
+
+    let_go(project)
+    before = used()
+    wait_for(lambda: used() > before + 5, "the statement to run")
+    return process
+
+
+def test_a_stop_in_a_long_statement_waits_for_its_end_and_the_watchdog_is_fed(
+    project: Project, ear: Ear
+) -> None:
+    write_job(project, STATEMENT.replace("LAST", "8000000"))
+    process = start_statement(project, ear)
+    process.send_signal(signal.SIGTERM)
+    wait_for(lambda: ear.heard("STOPPING"), "the stop to be counted")
+    ear.forget()
+    wait_for(lambda: len(ear.heard("WATCHDOG")) > 1, "pings while the statement runs")
+    assert project.finish(process).code == 75
+    assert run_row(project) == ("paused", "stop", 2)
+    assert done(project)[-3:] == RELEASED
+
+
+def test_a_second_stop_interrupts_a_statement_that_would_never_end(
+    project: Project, ear: Ear
+) -> None:
+    write_job(project, ENDLESS)
+    process = start_statement(project, ear)
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: ear.heard("EXTEND_TIMEOUT_USEC")[1:], "a second to go by after the first stop")
+    process.send_signal(signal.SIGINT)
+    assert project.finish(process).code == 130
+    assert run_row(project) == ("paused", "stop", 1), log_of(project)
+    assert done(project)[-3:] == RELEASED
+
+
+def test_the_grace_interrupts_a_statement_that_would_never_end(project: Project, ear: Ear) -> None:
+    write_job(project, ENDLESS)
+    project.write(CONFIG.replace("30s", "2s"))
+    process = start_statement(project, ear)
+    process.send_signal(signal.SIGTERM)
+    assert project.finish(process).code == 75
+    assert run_row(project) == ("paused", "stop", 1)
+    assert done(project)[-3:] == RELEASED
+
+
+def test_a_statement_that_was_interrupted_does_not_go_on_in_its_server(
+    project: Project, postgres_dsn: str
+) -> None:
+    psycopg = pytest.importorskip("psycopg", reason="NO PSYCOPG: install '.[test]'")
+    sleep = f"ctx.connect({postgres_dsn!r}).execute('SELECT pg_sleep(600)')"
+    write_job(project, sleep)
+    process = project.start("run", "sync")
+    sleeping = "SELECT count(*) FROM pg_stat_activity WHERE query = 'SELECT pg_sleep(600)' \
+AND datname = current_database() AND state = 'active'"
+    with psycopg.connect(postgres_dsn, autocommit=True) as watcher:
+
+        def sleepers() -> int:
+            return int(watcher.execute(sleeping).fetchone()[0])
+
+        wait_for(lambda: sleepers() == 1, "the statement")
+        os.kill(worker_of(process), signal.SIGUSR1)
+        assert project.finish(process).code == 75
+        wait_for(lambda: sleepers() == 0, "its end", limit_s=10)
+    assert done(project)[-3:] == RELEASED
 
 
 # --- Ctrl-C in process, and a stop before anything has begun --------------------------------------

@@ -25,7 +25,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Ledger": 1_260,
     "Locks and maintenance": 260,
     "Health": 200,
-    "Jobs": 2_100,
+    "Jobs": 2_111,
     "Operations": 200,
     "Recovery": 455,
     "Worker": 500,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 662,
 }
 COMES_LATER = {"Health", "Operations"}  # their place in the order is kept
-LINES_IN_ALL = 8_279  # must stay under
+LINES_IN_ALL = 8_290  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
