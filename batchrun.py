@@ -334,17 +334,11 @@ class Interrupted(BaseException):
 
 
 class ProcessIdentity(NamedTuple):
-    """A process, told apart from a later one with the same number.
+    """A process, told apart from a later one with the same number."""
 
-    Attributes:
-        pid: process number.
-        ticks: start time in clock ticks since boot (field 22 of /proc/PID/stat).
-        boot_id: the kernel's random id of this boot.
-    """
-
-    pid: int
-    ticks: int
-    boot_id: str
+    pid: int  # process number
+    ticks: int  # start time in clock ticks since boot (field 22 of /proc/PID/stat)
+    boot_id: str  # the kernel's random id of this boot
 
 
 class Run(NamedTuple):
@@ -1735,47 +1729,31 @@ _TAGGED: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 class Checkpoint(NamedTuple):
-    """Where a run goes on: the body of one checkpoint file.
+    """Where a run goes on: the body of one checkpoint file."""
 
-    Attributes:
-        ledger: uuid of the ledger this belongs to.
-        event: newest event id when the writer's attempt began.
-        operation: newest operation id known to the writer.
-        number: commit number, from 1.
-        kind: what the commit was: `batch`, `loop` (the end of one) or `step`.
-        loop: the loop or step that the commit belongs to.
-        cursor: encoded cursor of that loop after the commit; `null` before its first record.
-        ended: whether the source said that nothing follows.
-        passed: finished loops and steps in order, `["loop", name]` or `["step", name, result]`.
-        marks: loop or step -> number last marked in its target.
-        totals: records `read` and `rejected`, `batches`, and the job's own counts, over the run.
-        link: read, rejected, counts, first and last key (encoded) and duration of this commit.
-        source: fingerprint of the loop's source, if it has one.
-        settings: digest of the settings.
-        previous: hash of the commit before; of the run's beginning for commit 1.
-        at: wall time.
-    """
-
-    ledger: str
-    event: int
-    operation: int
+    ledger: str  # uuid of the ledger this belongs to
+    event: int  # newest event id when the writer's attempt began
+    operation: int  # newest operation id known to the writer
     job: str
     job_version: int
     run: str
     generation: int
-    number: int
-    kind: str
-    loop: str
-    cursor: str
-    ended: bool
+    number: int  # commit number, from 1
+    kind: str  # what the commit was: `batch`, `loop` (the end of one) or `step`
+    loop: str  # the loop or step that the commit belongs to
+    cursor: str  # encoded cursor of that loop after the commit; `null` before its first record
+    ended: bool  # whether the source said that nothing follows
+    # finished loops and steps in order, `["loop", name]` or `["step", name, result]`
     passed: list[list[Any]]
-    marks: dict[str, int]
+    marks: dict[str, int]  # loop or step -> number last marked in its target
+    # records `read` and `rejected`, `batches`, and the job's own counts, over the run
     totals: dict[str, Any]
+    # read, rejected, counts, first and last key (encoded) and duration of this commit
     link: dict[str, Any]
-    source: str | None
-    settings: str
-    previous: str
-    at: str
+    source: str | None  # fingerprint of the loop's source, if it has one
+    settings: str  # digest of the settings
+    previous: str  # hash of the commit before; of the run's beginning for commit 1
+    at: str  # wall time
 
 
 CHECKPOINT_FIELDS: dict[str, tuple[type, ...]] = {
@@ -2121,29 +2099,19 @@ LINK_COLUMNS = ("first_key", "last_key", "read", "rejected", "counts", "elapsed_
 
 
 class Admission(NamedTuple):
-    """A run that this process owns: what `admit` gives.
+    """A run that this process owns: what `admit` gives."""
 
-    Attributes:
-        run: the run as it stands after the admission, in state `reserved`.
-        generation: the number that fences every write of this owner; 0 if nothing was begun.
-        said: what a person should be told (going on, repairs), in order.
-    """
-
-    run: Run
-    generation: int
-    said: list[str]
+    run: Run  # the run as it stands after the admission, in state `reserved`
+    generation: int  # the number that fences every write of this owner; 0 if nothing was begun
+    said: list[str]  # what a person should be told (going on, repairs), in order
 
 
 class AttemptEnd(NamedTuple):
-    """How an attempt ended, in the words that are kept.
-
-    Attributes:
-        reason: why the run is paused, where it is.
-    """
+    """How an attempt ended, in the words that are kept."""
 
     ending: Ending
     exit_code: ExitCode
-    reason: Reason = Reason.NONE
+    reason: Reason = Reason.NONE  # why the run is paused, where it is
     error: str = ""
     unchanged: str = ""
     todo: str = ""
@@ -2153,56 +2121,34 @@ DIED = AttemptEnd(Ending.DIED, ExitCode.FAILED)
 
 
 class Agreement(NamedTuple):
-    """What recovery decided about a run's ledger rows and its checkpoint file.
+    """What recovery decided about a run's ledger rows and its checkpoint file."""
 
-    Attributes:
-        said: one line for a person; empty if all agreed.
-        forward: a commit that the ledger lacks and the checkpoint proves.
-        content: bytes to write as the checkpoint file anew, or None to leave it.
-    """
-
-    said: str = ""
-    forward: Checkpoint | None = None
-    content: bytes | None = None
+    said: str = ""  # one line for a person; empty if all agreed
+    forward: Checkpoint | None = None  # a commit that the ledger lacks and the checkpoint proves
+    content: bytes | None = None  # bytes to write as the checkpoint file anew, or None to leave it
 
 
 class Basis(NamedTuple):
-    """What the commits of a run stand on.
+    """What the commits of a run stand on."""
 
-    Attributes:
-        settings: name -> digest of each setting that belongs to the run's identity.
-        first_hash: what commit 1 hangs on.
-    """
-
-    settings: dict[str, str]
+    settings: dict[str, str]  # name -> digest of each setting that belongs to the run's identity
     job_version: int
-    first_hash: str
+    first_hash: str  # what commit 1 hangs on
 
 
 class Start(NamedTuple):
-    """One start, as an admission judges it.
+    """One start, as an admission judges it."""
 
-    Attributes:
-        owner: the supervisor.
-        who: the same in words, for events.
-        run_id: the id for a new run.
-        only_resume: whether no new run is to begin if nothing is unfinished.
-        fresh: whether an unfinished run is to be cancelled first, with `fresh_reason`.
-        require_admission: raises if the maintenance lockfile is there.
-        require_may_go_on: raises if the unfinished run needs a person.
-        write_checkpoint: writes a run's checkpoint anew.
-    """
-
-    owner: ProcessIdentity
-    who: str
-    run_id: str
-    require_admission: Callable[[], None]
-    require_may_go_on: Callable[[Run], None]
-    write_checkpoint: Callable[[str, bytes], None]
+    owner: ProcessIdentity  # the supervisor
+    who: str  # the same in words, for events
+    run_id: str  # the id for a new run
+    require_admission: Callable[[], None]  # raises if the maintenance lockfile is there
+    require_may_go_on: Callable[[Run], None]  # raises if the unfinished run needs a person
+    write_checkpoint: Callable[[str, bytes], None]  # writes a run's checkpoint anew
     overrides: Mapping[str, str] = {}
     accept_settings: bool = False
-    only_resume: bool = False
-    fresh: bool = False
+    only_resume: bool = False  # whether no new run is to begin if nothing is unfinished
+    fresh: bool = False  # whether an unfinished run is to be cancelled first, with `fresh_reason`
     fresh_reason: str = "a fresh start was asked for"
     fresh_in_a_row: int = 0
 
@@ -3753,30 +3699,19 @@ class CleanupStack:
 
 
 class Link:
-    """One commit in the making.
+    """One commit in the making: of a `batch`, the end of a `loop`, or a `step`, by its name."""
 
-    Attributes:
-        kind: `batch`, `loop` or `step`.
-        loop: name of the loop or step.
-        cursor: of the loop after this commit.
-        ended: whether the source said that nothing follows.
-        read: records consumed, rejected ones included.
-        staged: generation under which the rejects are in the ledger already; None if they are not.
-        marked: whether the loop's target holds this number now.
-        source: fingerprint of the loop's source.
-        result: of a step, JSON.
-    """
-
-    cursor: Any = None
-    ended = False
-    read = 0
+    cursor: Any = None  # of the loop after this commit
+    ended = False  # whether the source said that nothing follows
+    read = 0  # records consumed, rejected ones included
     rejected = 0
+    # generation under which the rejects are in the ledger already; None if they are not
     staged: int | None = None
     first_key: Any = None
     last_key: Any = None
-    marked = False
-    source: str | None = None
-    result: Any = None
+    marked = False  # whether the loop's target holds this number now
+    source: str | None = None  # fingerprint of the loop's source
+    result: Any = None  # of a step, JSON
     began = 0.0
 
     def __init__(self, kind: str, loop: str, **facts: Any) -> None:
@@ -5561,27 +5496,16 @@ LOG_LIMIT_BYTES = 64_000_000
 
 
 class Found(NamedTuple):
-    """What a start finds of one run.
+    """What a start finds of one run."""
 
-    Attributes:
-        run: the ledger's row.
-        ledger: the ledger's uuid.
-        newest_event: the highest event id in the ledger.
-        checkpoint: what the file holds; None if it is missing or broken.
-        digest: its hash.
-        broken: why the file is not valid; empty if it is valid or missing.
-        ancestor: the hash that the ledger has for the checkpoint's number, if it has one.
-        copy: the ledger's own copy of the newest checkpoint, if it is valid.
-    """
-
-    run: Run
-    ledger: str
-    newest_event: int
-    checkpoint: Checkpoint | None
-    digest: str
-    broken: str
-    ancestor: str | None
-    copy: bytes | None
+    run: Run  # the ledger's row
+    ledger: str  # the ledger's uuid
+    newest_event: int  # the highest event id in the ledger
+    checkpoint: Checkpoint | None  # what the file holds; None if it is missing or broken
+    digest: str  # its hash
+    broken: str  # why the file is not valid; empty if it is valid or missing
+    ancestor: str | None  # the hash that the ledger has for the checkpoint's number, if it has one
+    copy: bytes | None  # the ledger's own copy of the newest checkpoint, if it is valid
 
     @property
     def file(self) -> Checkpoint:
@@ -5856,15 +5780,10 @@ def set_aside(paths: list[Path], folder: Path) -> list[Path]:
 
 
 class Repair(NamedTuple):
-    """What makes the ledger agree with the checkpoints again.
+    """What makes the ledger agree with the checkpoints again."""
 
-    Attributes:
-        lost: why the ledger must be made anew; empty if it can be kept.
-        adopt: the checkpoints to take over, each with the reason.
-    """
-
-    lost: str
-    adopt: list[tuple[str, Checkpoint]]
+    lost: str  # why the ledger must be made anew; empty if it can be kept
+    adopt: list[tuple[str, Checkpoint]]  # the checkpoints to take over, each with the reason
 
 
 def find_repair(state: StateDirectory) -> Repair:
@@ -5934,21 +5853,14 @@ def is_paused_by_person(run: Run) -> bool:
 
 
 class Standing(NamedTuple):
-    """How a run stands in truth; the ledger's row alone does not know that its owner died.
+    """How a run stands in truth; the ledger's row alone does not know that its owner died."""
 
-    Attributes:
-        state: one of the nine.
-        why: a sentence, or nothing.
-        todo: the line to type next.
-        is_due: whether the tick goes on with it: nobody decided against it, nobody owns it.
-        needs_someone: whether it stays as it is until a person does something.
-    """
-
-    state: RunState
-    why: str
-    todo: str
+    state: RunState  # one of the nine
+    why: str  # a sentence, or nothing
+    todo: str  # the line to type next
+    # whether the tick goes on with it: nobody decided against it, nobody owns it
     is_due: bool = False
-    needs_someone: bool = False
+    needs_someone: bool = False  # whether it stays as it is until a person does something
 
 
 def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
@@ -6550,16 +6462,12 @@ class Launch(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a command that runs a job ended: exit code, the run as it stands, a letter if any.
-
-    Attributes:
-        signalled: whether this process was asked to stop, and not only the run.
-    """
+    """How a command that runs a job ended: exit code, the run as it stands, a letter if any."""
 
     exit_code: ExitCode
     run: Run | None = None
     letter: str = ""
-    signalled: bool = False
+    signalled: bool = False  # whether this process was asked to stop, and not only the run
 
 
 class Watcher(Protocol):

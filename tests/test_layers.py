@@ -18,23 +18,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
-    "Vocabulary": 355,
-    "Host": 406,
+    "Vocabulary": 335,
+    "Host": 410,
     "Configuration": 720,
-    "Checkpoints": 375,
-    "Ledger": 1_260,
-    "Locks and maintenance": 260,
+    "Checkpoints": 360,
+    "Ledger": 1_200,
+    "Locks and maintenance": 255,
     "Health": 200,
-    "Jobs": 2_111,
+    "Jobs": 2_100,
     "Operations": 200,
-    "Recovery": 455,
+    "Recovery": 435,
     "Worker": 500,
-    "Supervisor": 582,
-    "Reports": 200,
-    "Command line": 662,
+    "Supervisor": 580,
+    "Reports": 185,
+    "Command line": 665,
 }
 COMES_LATER = {"Health", "Operations"}  # their place in the order is kept
-LINES_IN_ALL = 8_290  # must stay under
+LINES_IN_ALL = 7_840  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
