@@ -64,7 +64,7 @@ from enum import IntEnum, StrEnum
 from itertools import islice, pairwise
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from types import ModuleType, SimpleNamespace, UnionType
+from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace, UnionType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -211,6 +211,7 @@ class Ending(StrEnum):
     RAISED = "raised"
     REFUSED = "refused"
     CHANGED = "source changed"
+    CLEANED = "cleaned up"
     DIED = "died"
 
 
@@ -416,6 +417,25 @@ class BatchRow(NamedTuple):
     hash: str
     at: str
     elapsed_s: float
+
+
+class Cleanup(NamedTuple):
+    """One row of the table `cleanup`: what `ctx.cleanup` recorded; pending while not done."""
+
+    id: int
+    run: str
+    job: str
+    function: str  # module:name
+    arguments: dict[str, Any]
+    made_at: str
+    done_at: str | None
+    error: str | None
+    elapsed_s: float | None
+
+    @property
+    def call(self) -> str:
+        """The call as it would be written."""
+        return f"{self.function}({', '.join(f'{n}={v!r}' for n, v in self.arguments.items())})"
 
 
 class Event(NamedTuple):
@@ -898,6 +918,13 @@ def parse_duration(text: object) -> float:
     return sum(float(amount) * unit_s for amount, unit_s in amounts if amount)
 
 
+def parse_limit(text: object) -> float:
+    """Return a duration in seconds that is a limit, and so above 0."""
+    if seconds := parse_duration(text):
+        return seconds
+    raise ValueError('a duration above 0 is wanted, such as "30s"')
+
+
 def duration_text(seconds: float) -> str:
     """Return a duration for people, `2h05m`, `3m20s`, `8s`."""
     whole = int(seconds)
@@ -975,6 +1002,7 @@ TOP_KEYS = {
 OPTIONS = {
     "batch_size": ConfigKey("batch_size", 5000, _whole(1, BATCH_SIZE_MAX), "records, at most"),
     "stop_grace": ConfigKey("stop_grace_s", "60s", parse_duration, "to reach a safe point in"),
+    "cleanup_timeout": ConfigKey("cleanup_timeout_s", "30s", parse_limit, "of each release"),
     "max_rejects": ConfigKey("max_rejects", 0, _whole(0, 10**9), "of a run that still succeeds"),
     "on_changed_source": ConfigKey("on_changed_source", "refuse", _REFUSE_OR_FRESH, "what to do"),
     "max_fresh": ConfigKey("max_fresh", 2, _whole(0, 1000), "fresh starts in a row, at most"),
@@ -991,6 +1019,7 @@ class JobConfig(NamedTuple):
     uses: str
     batch_size: int
     stop_grace_s: float
+    cleanup_timeout_s: float
     max_rejects: int
     on_changed_source: str
     max_fresh: int
@@ -1944,6 +1973,11 @@ class CheckpointStore:
 # where there is no ledger, no write-ahead log and no checkpoint either (but for `repair`): a ledger
 # that lost its rows looks healthy to SQLite, and only the checkpoints can tell.
 #
+# A cleanup is recorded before its resource is made. Its row is pending until the function has
+# returned, whoever calls it: the attempt that recorded it, or the next one of the job, of whatever
+# run. From just before the call to its end the row's error is CUT_OFF, so that a call that took the
+# process along is known by it. Registered again while pending, it has one row: the newer.
+#
 # A COMMIT that raised may have happened. It is never repeated in the same process: the process
 # ends, and the next start finds out. The connection is not usable in a forked child.
 
@@ -1985,7 +2019,7 @@ CREATE TABLE attempt (
   error TEXT, unchanged TEXT, todo TEXT,
   peak_rss_bytes INTEGER, from_number INTEGER NOT NULL, to_number INTEGER,
   releases TEXT NOT NULL DEFAULT '[]', charged INTEGER NOT NULL DEFAULT 0, retry INTEGER,
-  PRIMARY KEY (run, generation)
+  cleans_until REAL, PRIMARY KEY (run, generation)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE batch (
   run INTEGER NOT NULL REFERENCES run, number INTEGER NOT NULL,
@@ -2041,6 +2075,7 @@ CREATE TABLE cleanup (
   done_at TEXT, error TEXT, elapsed_s REAL
 ) STRICT;
 CREATE INDEX cleanup_of_run ON cleanup (run, id);
+CREATE INDEX pending_cleanup ON cleanup (run, id) WHERE done_at IS NULL;
 CREATE TABLE barrier (
   id INTEGER PRIMARY KEY AUTOINCREMENT,
   device INTEGER NOT NULL, inode INTEGER NOT NULL, changed_ns INTEGER NOT NULL,
@@ -2072,6 +2107,7 @@ ALTER TABLE run ADD COLUMN paused_s REAL NOT NULL DEFAULT 0;
 ALTER TABLE run ADD COLUMN deferred TEXT;
 ALTER TABLE attempt ADD COLUMN charged INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE attempt ADD COLUMN retry INTEGER;
+ALTER TABLE attempt ADD COLUMN cleans_until REAL;
 ALTER TABLE batch ADD COLUMN rss_bytes INTEGER;
 ALTER TABLE batch ADD COLUMN open_files INTEGER;
 ALTER TABLE batch ADD COLUMN connections INTEGER;
@@ -2094,6 +2130,9 @@ MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error
   ended_at = iif(:ends, :now, NULL), request = iif(
     :ends OR (request = 'pause' AND :to IN ('paused', 'reserved')), NULL, request)
   WHERE key = :key AND state = :state RETURNING 1"""
+CLEANUPS = """SELECT c.id, r.id, r.job, c.function, c.arguments, c.made_at, c.done_at, c.error,
+  c.elapsed_s FROM cleanup c JOIN run r ON r.key = c.run WHERE"""
+CUT_OFF = "the process ended during the call"
 SAID = "said"  # an event whose `why` is a line for people
 LINK_COLUMNS = ("first_key", "last_key", "read", "rejected", "counts", "elapsed_s")
 
@@ -2351,6 +2390,30 @@ class Ledger:
         sql = "SELECT number, record, reason FROM reject WHERE run = ? AND confirmed ORDER BY 1"
         return self._rows(sql, run.key)
 
+    def releases_until(self, run: Run) -> float | None:
+        """Return by when a run's worker has released what it holds; None if it is not at that."""
+        sql = "SELECT cleans_until FROM attempt WHERE run = ? AND generation = ?"
+        rows = self._rows(sql, run.key, run.generation)
+        return cast("float | None", rows[0][0]) if rows else None
+
+    def _cleanups(self, where: str, *bindings: object) -> list[Cleanup]:
+        rows = self._rows(f"{CLEANUPS} {where} ORDER BY c.id", *bindings)
+        return [Cleanup._make([*row[:4], json.loads(row[4]), *row[5:]]) for row in rows]
+
+    def cleanups(self, run: Run) -> list[Cleanup]:
+        """Return the cleanups that a run recorded, in order."""
+        return self._cleanups("c.run = ?", run.key)
+
+    def pending_cleanups(self, job: str) -> list[Cleanup]:
+        """Return the cleanups that are still to be run for a job, in order, of all its runs."""
+        return self._cleanups("c.done_at IS NULL AND r.job = ?", job)
+
+    def stuck_cleanups(self) -> list[Cleanup]:
+        """Return the pending cleanups that failed, or whose run does not go on; nobody is at it."""
+        stuck = "(r.state IN ('succeeded', 'cancelled') OR c.error IS NOT NULL)"
+        owned = ", ".join(f"'{state}'" for state in OWNED)
+        return self._cleanups(f"c.done_at IS NULL AND {stuck} AND r.state NOT IN ({owned})")
+
     def newest_event(self) -> int:
         """Return the highest event id that was ever given."""
         rows = self._rows("SELECT seq FROM sqlite_sequence WHERE name = 'event'")
@@ -2421,7 +2484,7 @@ class Ledger:
                 run = self._insert_run(job, start)
             else:
                 self._take_over(run, start, agree(run), said)
-            generation = self._begin_attempt(run, start)
+            generation = self._insert_attempt(run, start.owner)
             reach("admit.commit")
         reach("admit.committed")
         return Admission(self.run(run.key), generation, said)
@@ -2486,14 +2549,14 @@ class Ledger:
             )
         self._set("run", {"key": run.key}, overrides=start.overrides)
 
-    def _begin_attempt(self, run: Run, start: Start) -> int:
+    def _insert_attempt(self, run: Run, owner: ProcessIdentity) -> int:
         """Raise the generation and insert its attempt."""
         generation = self._supersede(run)
         self._insert(
             "attempt",
             run=run.key,
             generation=generation,
-            supervisor=start.owner._asdict(),
+            supervisor=owner._asdict(),
             began_at=self._host.now(),
             from_number=self.run(run.key).number,
         )
@@ -2619,6 +2682,7 @@ class Ledger:
             "attempt",
             {"run": key, "generation": generation, "ending": None},
             ended_at=self._host.now(),
+            cleans_until=None,
             to_number=self.run(key).number,
             **end._asdict(),
         )
@@ -2643,6 +2707,92 @@ class Ledger:
         if ending == Ending.STOPPED and run.request == Request.CANCEL:
             state = RunState.CANCELLED
         return self._move(run, state, who=who, why=error or "", reason=reason)
+
+    # -- verbs: cleanups -------------------------------------------------------------------
+
+    def record_cleanup(
+        self, run: Run, generation: int, function: str, arguments: dict[str, Any]
+    ) -> Cleanup | None:
+        """Record a cleanup whose resource is about to be made; None if this attempt has it already.
+
+        What an earlier attempt of the job left pending of it is the new row's from now on.
+
+        Raises:
+            LostOwnership: another generation took over.
+        """
+        same = (
+            "FROM cleanup c WHERE done_at IS NULL AND function = ?1 AND arguments = ?2"
+            " AND run IN (SELECT key FROM run WHERE job = ?3)"
+        )
+        bindings = (function, _compact(arguments), run.job)
+        mine = "run = ?4 AND generation = ?5"
+        now = self._host.now()
+        with self._owning(run, generation):
+            fence = (*bindings, run.key, generation)
+            if self._sql(f"SELECT 1 {same} AND {mine}", fence).fetchone():
+                return None
+            made = {"run": run.key, "generation": generation, "made_at": now}
+            row = self._insert("cleanup", **made, function=function, arguments=arguments)
+            self._sql(
+                "UPDATE cleanup SET done_at = ?4, error = 'recorded anew: ' || ?5"
+                f" WHERE id IN (SELECT id {same} AND id <> ?5)",
+                (*bindings, now, row),
+            )
+        reach("cleanup.recorded", row)
+        return Cleanup(row, run.id, run.job, function, arguments, now, None, None, None)
+
+    def begin_cleanup(self, run: Run, generation: int, row: int) -> None:
+        """Record, fenced, that a cleanup is about to be called.
+
+        Raises:
+            LostOwnership: another generation took over, and the resource may be its own.
+        """
+        with self._owning(run, generation):
+            self._set("cleanup", {"id": row}, error=CUT_OFF)
+        reach("cleanup.begun", row)
+
+    def end_cleanup(
+        self, run: Run, generation: int, row: int, error: str | None, elapsed_s: float
+    ) -> None:
+        """Record that a cleanup is done, or why it is still pending."""
+        reach("cleanup.called", row)
+        done_at = None if error else self._host.now()
+        with self._owning(run, generation):
+            self._set("cleanup", {"id": row}, done_at=done_at, error=error, elapsed_s=elapsed_s)
+        reach("cleanup.done", row)
+
+    def note_releases(self, run: Run, generation: int, until: float | None) -> None:
+        """Record by when (CLOCK_MONOTONIC) a worker has released what it holds; None: it has."""
+        with self._owning(run, generation):
+            self._set("attempt", {"run": run.key, "generation": generation}, cleans_until=until)
+
+    def begin_cleaning(self, run: Run, owner: ProcessIdentity, who: str) -> int:
+        """Begin an attempt that only runs pending cleanups, before a cancel or after the end.
+
+        The run is fenced and stays in its state; the caller holds the job's lock.
+
+        Returns:
+            The attempt's generation.
+        """
+        with self._writing():
+            run = self.run(run.key)
+            if run.state in OWNED:
+                run = self._settle(run, DIED, who)
+            if not run.finished:
+                self._set("run", {"key": run.key}, request=Request.CANCEL)
+                self._event(run.key, run.job, who, "requested: cancel", "")
+            return self._insert_attempt(run, owner)
+
+    def end_cleaning(
+        self, run: Run, generation: int, seen: AttemptEnd, who: str, **diagnosis: int | None
+    ) -> Run:
+        """End such an attempt, whatever came of it, and cancel its run if it is unfinished."""
+        with self._owning(run, generation):
+            if diagnosis:
+                self._set("attempt", {"run": run.key, "generation": generation}, **diagnosis)
+            self._write_end(run.key, generation, seen)
+            run = self.run(run.key)
+            return run if run.finished else self._cancel(run, who, "a person decided so")
 
     # -- verbs: wishes and decisions -----------------------------------------------------
 
@@ -3391,6 +3541,14 @@ class StateDirectory:
 # finished steps return their recorded result. Stopping is `close()` on the generator, so cleanup
 # in reverse order is Python's own.
 #
+# What an attempt holds is released at its end, last in, first out: first the job's own frame, then
+# what enter(), connect(), on_exit() and cleanup() were given. Each release is tried, whatever the
+# others did; cut off after `cleanup_timeout`; named with its time and its error in the report; and
+# hides no error of the job. cleanup() alone outlives the process: it is recorded before its
+# resource is made, and called once at least after that, so its function must take a resource that
+# is not there, or not any more. A job begins at its first line again in every attempt, and so
+# registers again what it makes again.
+#
 # What the job's calls of batchrun raise is final: whoever swallows it gets it again with the next
 # call, and no commit is made any more. Only connect(), enter() and on_exit() raise like any other
 # code: they touch neither loop nor commit.
@@ -3617,6 +3775,12 @@ Read the first loop to its end, or join the two sources in one loop.""",
     "not JSON": """The result of step {step!r} is not JSON: {result!r}.
 It is recorded once and given back in every later attempt.
 Return None, text, numbers, lists and dicts with text keys.""",
+    "no cleanup": """{name} cannot be a cleanup: {reason}.
+Another process may have to call it, knowing only its name and its arguments.
+Use a plain function at the top level of a module: def drop(*, table): ...""",
+    "no arguments": """The cleanup {name} cannot have these arguments: {reason}.
+They are kept in the ledger as JSON, and given back to the function by name.
+Use None, text, numbers, lists and dicts with text keys; secrets the function finds itself.""",
     "no loop": """The job returned without a loop.
 A job reads its source by ctx.batches(...); without one nothing is recorded.
 Write: for batch in ctx.batches(source): ...; yield batch""",
@@ -3670,32 +3834,140 @@ def error_text(error: BaseException) -> str:
         return name
 
 
+class Overdue(BaseException):
+    """Raised in a release that did not end in time; `except Exception` does not swallow it."""
+
+
+class Release(NamedTuple):
+    """One thing to be released.
+
+    Attributes:
+        call: releases it; is given why the attempt did not succeed, or None.
+        around: entered around the call, outside its time limit.
+    """
+
+    name: str
+    call: Callable[[BaseException | None], object]
+    around: contextlib.AbstractContextManager[object]
+
+
 class CleanupStack:
     """What has to be released at the end of an attempt, in reverse order.
 
-    Every release is tried and recorded, whatever the others do.
+    Every release is tried and recorded, whatever the others do, and none takes longer than
+    `limit_s`, but for what does not come back to Python: only a signal from outside ends that.
     """
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._entries: list[tuple[str, Callable[[BaseException | None], object]]] = []
+    def __init__(self, host: Host, limit_s: float) -> None:
+        self._host, self._limit_s = host, limit_s
+        self._entries: list[Release] = []
+        self._armed = False
         self.releases: list[dict[str, Any]] = []
 
-    def push(self, name: str, release: Callable[[BaseException | None], object]) -> None:
+    def push(
+        self,
+        name: str,
+        call: Callable[[BaseException | None], object],
+        around: contextlib.AbstractContextManager[object] | None = None,
+    ) -> None:
         """Add a release, called with why the attempt did not succeed, before all added earlier."""
-        self._entries.append((name, release))
+        self._entries.append(Release(name, call, around or contextlib.nullcontext()))
+
+    @property
+    def limit_s(self) -> float:
+        """How long all releases together may take, and one more that a release may add."""
+        return self._limit_s * (len(self._entries) + 1)
 
     def unwind(self, reason: BaseException | None = None) -> None:
         """Release everything, last in, first out."""
+        signal.signal(signal.SIGALRM, self._ring)
         while self._entries:
-            name, release = self._entries.pop()
+            release = self._entries.pop()
             began, error = self._host.monotonic(), ""
             try:
-                release(reason)
+                with release.around:
+                    self._call(release, reason)
             except BaseException as raised:  # noqa: BLE001 - one failing release must not stop the next
                 error = error_text(raised)
             elapsed_s = round(self._host.monotonic() - began, 6)
-            self.releases.append({"name": name, "elapsed_s": elapsed_s, "error": error})
+            self.releases.append({"name": release.name, "elapsed_s": elapsed_s, "error": error})
+
+    def _call(self, release: Release, reason: BaseException | None) -> None:
+        """Call a release, and raise in it when its time is over."""
+        try:
+            try:
+                self._armed = True
+                signal.setitimer(signal.ITIMER_REAL, self._limit_s)
+                release.call(reason)
+            finally:
+                self._armed = False
+        except Overdue:
+            raise TimeoutError(f"did not end within {self._limit_s:g} s") from None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _ring(self, *_: object) -> None:
+        if self._armed:
+            self._armed = False
+            raise Overdue
+
+
+def require_recordable(function: Any, arguments: dict[str, Any]) -> str:
+    """Return the name under which another process finds a cleanup's function, `module:name`.
+
+    Raises:
+        JobError: it could not be found or called again there; says why.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    text = f"{module}:{name}" if module and name else f"A {type(function).__name__}"
+    reason = next((why for is_so, why in unfit_for_cleanup(function, module, name) if is_so), "")
+    if reason:
+        raise broken("no cleanup", name=text, reason=reason)
+    try:
+        kept = _compact(arguments)
+        same = json.loads(kept) == arguments
+    except (TypeError, ValueError):
+        raise broken("no arguments", name=text, reason="they are no JSON") from None
+    reason = "" if same else "JSON gives back others"
+    if mask_secrets(kept) != kept:
+        reason = "a secret is among them"
+    if reason := reason or misfit(function, arguments):
+        raise broken("no arguments", name=text, reason=reason)
+    return text
+
+
+def unfit_for_cleanup(function: Any, module: Any, name: Any) -> Iterator[tuple[bool, str]]:
+    """Yield what may make a function unfit to be called by another process, and whether it does."""
+    is_function = isinstance(function, FunctionType | BuiltinFunctionType)
+    yield not is_function, "it is no plain function"
+    yield name == "<lambda>", "it is a lambda"
+    yield "." in name, "it is defined inside something else"
+    yield module == "__main__", "it stands in __main__"
+    found = getattr(sys.modules.get(module), name, None)
+    yield found is not function, "its module has something else under this name"
+    lazy = getattr(getattr(function, "__code__", None), "co_flags", 0) & 0x2A0
+    yield bool(lazy), "calling it would not run it yet"  # a generator or a coroutine
+
+
+def misfit(function: Any, arguments: dict[str, Any]) -> str:
+    """Return why a function cannot be called with these arguments, or nothing."""
+    import inspect  # 10 ms, only for jobs that record cleanups
+
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # a builtin that does not tell
+        return ""
+    return ""
+
+
+def call_cleanup(cleanup: Cleanup) -> None:
+    """Find a recorded cleanup's function and call it."""
+    import importlib
+
+    module, _, name = cleanup.function.partition(":")
+    getattr(importlib.import_module(module), name)(**cleanup.arguments)
 
 
 class Link:
@@ -4223,6 +4495,9 @@ class Driver(Protocol):
     def note_target(self, loop: str, target: Target) -> None:
         """Record where the mark of a loop is kept."""
 
+    def record_cleanup(self, function: str, arguments: dict[str, Any]) -> None:
+        """Record a cleanup, and have it called at the end of the attempt."""
+
 
 class Context(Generic[S]):
     """What a job is given.
@@ -4241,6 +4516,7 @@ class Context(Generic[S]):
         driver: Driver,
         job_config: JobConfig,
         host: Host,
+        cleanups: CleanupStack,
         *,
         acceptances: frozenset[str],
         last_success_read: int | None,
@@ -4250,7 +4526,7 @@ class Context(Generic[S]):
         self.batch_size = job_config.batch_size
         self._course, self._driver, self._acceptances = course, driver, acceptances
         self._host, self._last_success_read = host, last_success_read
-        self._frame, self._cleanups = JobFrame(), CleanupStack(host)
+        self._frame, self._cleanups = JobFrame(), cleanups
         self._loops: list[Loop] = []
         self._met: list[tuple[str, str]] = []
         self._current: Batch | None = None
@@ -4398,6 +4674,24 @@ class Context(Generic[S]):
         """Have a function called at the end of this attempt, in reverse order of all of them."""
         name = getattr(function, "__name__", type(function).__name__)
         self._cleanups.push(name, lambda _: function(*arguments))
+
+    def cleanup(self, function: Callable[..., object], /, **arguments: Any) -> None:
+        """Record, before a resource is made, what will remove it; also if this process is killed.
+
+        It is called at the end of this attempt, in reverse order with all other releases, or else
+        before the job's first line in the next one. Registered twice in an attempt it is called
+        once, in its first place.
+
+        Args:
+            function: a plain function at the top level of a module, the job's or any other. It
+                may be called more than once, and also if the resource was never made.
+            arguments: given to it by name; JSON.
+
+        Raises:
+            JobError: another process could not make this call; nothing is recorded.
+        """
+        with self._own_code():
+            self._driver.record_cleanup(require_recordable(function, arguments), arguments)
 
     # -- where the loops stand -----------------------------------------------------------------
 
@@ -5683,6 +5977,7 @@ def check(
         what = f"the ledger's log has grown to {log_bytes // 1_000_000} MB"
         why = "a process that reads the ledger without end keeps it from being reused"
         findings.append(Finding(what, why, f"fuser -v {ledger.path}"))
+    findings += [stuck_cleanup(ledger, cleanup) for cleanup in ledger.stuck_cleanups()]
     for run in ledger.latest_of_each_job():
         findings += check_run(ledger, store_of(run.job), run)
         if run.job not in jobs and not run.finished:
@@ -5690,6 +5985,17 @@ def check(
             todo = f"batchrun cancel {run.id}"
             findings.append(Finding(what, "nothing goes on with it", todo))
     return findings
+
+
+def stuck_cleanup(ledger: Ledger, cleanup: Cleanup) -> Finding:
+    """Return the finding about a cleanup that failed, or that nothing goes on to call."""
+    run = ledger.run_with_id(cleanup.run)
+    verb = "resume" if run is not None and not run.finished else "cancel"
+    what = (
+        f"run {cleanup.run} of {cleanup.job}: the cleanup {mask_secrets(cleanup.call)} is pending"
+    )
+    why = cleanup.error or f"the run is {run and run.state} and nothing has called it"
+    return Finding(what, why, f"batchrun {verb} {cleanup.run}")
 
 
 def check_run(ledger: Ledger, store: CheckpointStore, run: Run) -> list[Finding]:
@@ -5934,6 +6240,12 @@ def only_unfinished(ledger: Ledger) -> Run:
 # and rename share one write lock, which a takeover must also take. A failed fsync, rename or
 # COMMIT has an unknown outcome: the process cleans up, writes nothing more, and ends with 5.
 #
+# What the attempt holds is released after its last commit and before its end is recorded (section
+# 8), and before the job's first line what earlier attempts of the job recorded and could not
+# release. While that goes on, nothing in it is interrupted but by its own time limit, and the
+# ledger says by when it is over: the supervisor waits until then. Only who can record a cleanup's
+# call may make it: if the ledger cannot be written, or ownership is lost, it is left pending.
+#
 # An attempt whose ending cannot be recorded (UNRECORDED) says so in its last words: a file without
 # a name, made by the supervisor, which takes them on a full disk too.
 
@@ -5952,6 +6264,7 @@ class Order(NamedTuple):
     supervisor: int  # pid of the process whose end ends the attempt
     batches: int | None  # stop after so many
     acceptances: list[str]  # changes that are accepted: `source`, `settings`
+    cleans: bool = False  # run what is pending of cleanups and nothing else
 
 
 class SafeStop(BaseException):
@@ -6013,6 +6326,8 @@ class Worker:
         self._context: Context[Any] | None = None
         self._generator: Any = None
         self._marked_at, self._own_s = host.monotonic(), 0.0
+        self._cleanups = CleanupStack(host, self._job_config.cleanup_timeout_s)
+        self._silenced: BatchrunError | None = None  # why nothing may be written any more
         self.gate = Gate(order.supervisor, order.batches)
         self.recorded = False
 
@@ -6021,7 +6336,7 @@ class Worker:
     def drive(self) -> AttemptEnd:
         """Run the attempt to its end, release what it holds, record how it ended if that can be."""
         try:
-            end = self._run_generator(self._prepare())
+            end = self._clean_only() if self._order.cleans else self._run_generator(self._prepare())
         except BaseException as error:  # noqa: BLE001 - whatever a job raises ends the attempt
             end = self._end_of(error)
         end, releases = self._clean_up(end)
@@ -6052,6 +6367,7 @@ class Worker:
         basis = Basis(identities, job.version, first)
         self._run = self._ledger.open_attempt(self._run, order.generation, me, basis)
         self.gate.request = self._run.request
+        self._release_what_was_left()
         self._event = self._ledger.newest_event()
         self._course = course = Course(self._run, order.generation, checkpoint)
         if checkpoint is not None and course.loop and checkpoint.job_version != job.version:
@@ -6063,6 +6379,7 @@ class Worker:
             self,
             self._job_config,
             host,
+            self._cleanups,
             acceptances=frozenset(order.acceptances),
             last_success_read=success.read if success else None,
         )
@@ -6152,21 +6469,98 @@ class Worker:
         Returns:
             The end, to which failed releases are added but which they never hide; all releases.
         """
-        if self._context is None:
-            return end, []
-        self._context._frame.inside = False
-        cleanups = self._context._cleanups
+        cleanups = self._cleanups
+        if self._context is not None:
+            self._context._frame.inside = False
         if self._generator is not None:
             cleanups.push("the job's own frame", lambda _: self._generator.close())
+        if end.exit_code in UNRECORDED:
+            self._silenced = BatchrunError("left to the next attempt")
         succeeded = end.ending == Ending.SUCCEEDED
-        cleanups.unwind(None if succeeded else JobError(end.error or end.ending))
+        self._unwind(None if succeeded else JobError(end.error or end.ending))
+        if end.exit_code not in UNRECORDED and self._silenced is not None:
+            letter = letter_end(self._silenced)
+            end = letter._replace(error=f"{end.error}\n{letter.error}".strip())
         failed = [f"{r['name']}: {r['error']}" for r in cleanups.releases if r["error"]]
         if failed:
             done = "Everything was committed." if succeeded else ""
-            code = ExitCode.FINDINGS if done else end.exit_code
+            fine = end.ending in (Ending.SUCCEEDED, Ending.CLEANED)
+            code = ExitCode.FINDINGS if fine else end.exit_code
             said = f"{end.error or done}\nA cleanup failed: {'; '.join(failed)}.".strip()
             end = end._replace(exit_code=code, error=said)
         return end, cleanups.releases
+
+    # -- cleanups --------------------------------------------------------------------------
+
+    def record_cleanup(self, function: str, arguments: dict[str, Any]) -> None:
+        """Record a cleanup, and have it called at the end of the attempt."""
+        record = self._ledger.record_cleanup
+        cleanup = record(self._run, self._order.generation, function, arguments)
+        if cleanup is not None:
+            self._push(cleanup)
+
+    def _push(self, cleanup: Cleanup) -> None:
+        call = functools.partial(call_cleanup, cleanup)
+        name = mask_secrets(cleanup.call)
+        self._cleanups.push(name, lambda _: call(), self._recorded(cleanup))
+
+    def _release_what_was_left(self) -> None:
+        """Run what attempts of this job that were killed, of whatever run, have left pending."""
+        pending = self._ledger.pending_cleanups(self._order.job)
+        for cleanup in pending:
+            self._push(cleanup)
+        if pending:
+            self._unwind()
+            if self._silenced is not None:
+                raise self._silenced
+            self._note_releases(None)
+            failed = sum(bool(release["error"]) for release in self._cleanups.releases)
+            said = f", {failed} failed" if failed else ""
+            self.say(f"{len(pending)} cleanups were left by an earlier attempt: called{said}")
+
+    def _clean_only(self) -> AttemptEnd:
+        """Run what is pending of the job's cleanups, and none of the job's own code."""
+        os.chdir(self._config.folder)
+        load_job(self._job_config)
+        self._release_what_was_left()
+        return AttemptEnd(Ending.CLEANED, ExitCode.DONE)
+
+    def _unwind(self, reason: BaseException | None = None) -> None:
+        """Release all, and let the supervisor know meanwhile how long that may take."""
+        self._note_releases(self._host.monotonic() + self._cleanups.limit_s)
+        self._cleanups.unwind(reason)
+
+    def _note_releases(self, until: float | None) -> None:
+        with contextlib.suppress(BatchrunError), self._writing():
+            self._ledger.note_releases(self._run, self._order.generation, until)
+
+    @contextlib.contextmanager
+    def _recorded(self, cleanup: Cleanup) -> Iterator[None]:
+        """Record a cleanup's call: before it that it begins, after it how it ended."""
+        ledger, fence, began = self._ledger, self._order.generation, self._host.monotonic()
+        with self._writing():
+            ledger.begin_cleanup(self._run, fence, cleanup.id)
+        error = None
+        try:
+            yield
+        except BaseException as raised:
+            error = error_text(raised)
+            raise
+        finally:
+            elapsed_s = round(self._host.monotonic() - began, 6)
+            with self._writing():
+                ledger.end_cleanup(self._run, fence, cleanup.id, error, elapsed_s)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Write to the ledger; after a write that failed or was fenced off, nothing any more."""
+        if self._silenced is not None:
+            raise self._silenced
+        try:
+            yield
+        except BatchrunError as error:
+            self._silenced = error
+            raise
 
     def interrupt(self) -> None:
         """Raise `Interrupted` in the job's own frame, and commit nothing more."""
@@ -6435,6 +6829,16 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 # Every wait of a supervisor is `StopCounter.wait`, in a loop: there stops are counted, and systemd
 # hears what is due. In process Ctrl-C is both first and second stop, and raises in the job's own
 # frame only, as SIGUSR1 does; there is no loop then, so no watchdog.
+#
+# While a worker releases what it holds, the second stop waits and stop_grace does not end it; only
+# the third counts. (The first one is as ever: the job's first line is not reached.) It has
+# `cleanup_timeout` for each release, once more, and 10 s or stop_grace (the less); then it hangs
+# where no time limit reaches, and is killed, stop or no stop. What it had recorded by cleanup() is
+# called by the next attempt.
+#
+# A run with pending cleanups that is to go on no more has one more worker, under a new generation,
+# that calls them and does nothing else; then it is cancelled, whatever came of them. A fresh start
+# needs none: the new run's worker calls what is pending of its job, of whatever run.
 
 COUNTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WATCH_INTERVAL_S = 0.2
@@ -6459,6 +6863,7 @@ class Launch(NamedTuple):
     acceptances: tuple[str, ...] = ()  # changes that are accepted: `source`, `settings`
     batches: int | None = None  # stop after so many
     in_process: bool = False  # run the worker's code in this interpreter
+    cancels: str = ""  # id of a run to be cancelled after its cleanups, and nothing else
 
 
 class Outcome(NamedTuple):
@@ -6580,6 +6985,8 @@ class Supervisor:
 
     def _run_until_done(self) -> Outcome:
         """Make one attempt, and begin anew if its source changed and the job wants that."""
+        if (cancelled := self._to_cancel()) is not None:
+            return self._clean_and_cancel(cancelled)
         if self._launch.only_resume and self._ledger.unfinished(self._launch.job) is None:
             return Outcome(ExitCode.DONE, self._ledger.latest(self._launch.job))
         outcome = self._attempt(self._admit())
@@ -6685,6 +7092,35 @@ class Supervisor:
         self._watcher.progress(run)
         return self._outcome(run)
 
+    def _to_cancel(self) -> Run | None:
+        """Return the run that is only to be cleaned up after, and cancelled."""
+        if self._launch.cancels:
+            return self._ledger.run_with_id(self._launch.cancels)
+        run = self._ledger.unfinished(self._launch.job) if self._launch.only_resume else None
+        asked = run is not None and run.request == Request.CANCEL
+        return run if asked and self._ledger.pending_cleanups(self._launch.job) else None
+
+    def _clean_and_cancel(self, run: Run) -> Outcome:
+        """Let a worker call what is pending of a run's job; then cancel the run if that is due."""
+        ledger, host, shown = self._ledger, self._host, self._ledger.newest_event()
+        generation = ledger.begin_cleaning(run, self._me, self._who)
+        order, ended = self._order(run, generation)._replace(cleans=True), {}
+        self._nothing_lives = False
+        try:
+            worker = WorkerProcess(order, self._state.log_path(run), run, host)
+            self._watch(worker, ledger.run(run.key), shown)
+            self._nothing_lives, seen = worker.end_group(), worker.seen_end()
+            ended = {"signal": worker.ended_by, "peak_rss_bytes": worker.peak_rss_bytes}
+        except BatchrunError as refusal:
+            self._nothing_lives, seen = True, letter_end(refusal)
+        run = ledger.end_cleaning(run, generation, seen, self._who, **ended)
+        attempt = cast("Attempt", ledger.last_attempt(run))
+        if not any(cleanup.run == run.id for cleanup in ledger.pending_cleanups(run.job)):
+            return Outcome(ExitCode.DONE, run)
+        stands = f"Run {run.id} is {run.state}; what its cleanups should remove may still be there."
+        letter = f"{letter_text(attempt)}\n{stands}\nTo try again: batchrun cancel {run.id}"
+        return Outcome(ExitCode.FINDINGS, run, letter)
+
     def _order(self, run: Run, generation: int) -> Order:
         launch = self._launch
         return Order(
@@ -6729,18 +7165,24 @@ class Supervisor:
                 self._watcher.progress(run)
                 self._show(doing_text(run, self._stops.count))
                 self._stops.wait(WATCH_INTERVAL_S)
-                self._pass_stops_on(worker)
+                self._pass_stops_on(worker, self._ledger.releases_until(run))
 
-    def _pass_stops_on(self, worker: WorkerProcess) -> None:
+    def _pass_stops_on(self, worker: WorkerProcess, releases_until: float | None) -> None:
         """Ask the worker as strongly as the stops so far demand; see the head of this section."""
         stops, waited_s = self._stops.count, self._stops.waited_s()
-        grace_s = self._job_config.stop_grace_s
-        killed_s = grace_s + min(grace_s, KILL_AFTER_INTERRUPT_S)
+        grace_s, cleans = self._job_config.stop_grace_s, releases_until is not None
+        more_s = min(grace_s, KILL_AFTER_INTERRUPT_S)
+        left_s = grace_s - waited_s + more_s
+        if releases_until is not None:
+            left_s = releases_until - self._host.monotonic() + more_s
         if stops:
-            self._host.systemd.extend(killed_s + 2 * ORPHAN_GRACE_S - waited_s)
-        if stops >= 3 or waited_s > killed_s:
+            self._host.systemd.extend(left_s + 2 * ORPHAN_GRACE_S)
+        if cleans and left_s < 0:
+            worker.killed_for = "The worker did not end its cleanups, and was killed."
             worker.ask(signal.SIGKILL)
-        elif stops == 2 or waited_s > grace_s:
+        elif stops >= 3 or (stops and left_s < 0):
+            worker.ask(signal.SIGKILL)
+        elif (stops == 2 or waited_s > grace_s) and not cleans:
             worker.ask(signal.SIGUSR1)
         elif stops:
             worker.ask(signal.SIGTERM)
@@ -6866,6 +7308,7 @@ class WorkerProcess:
 
         self._host, self._asked, self._last_words = host, 0, order.last_words
         self._exit, self.peak_rss_bytes = 0, 0
+        self.killed_for = "The worker did not stop when it was asked to, and was killed."
         self._strangers = set(host.children())  # of whoever became this process by exec
         log = open_log(log_path)
         context = {"BATCHRUN_RUN_ID": run.id, "BATCHRUN_GENERATION": str(order.generation)}
@@ -6947,7 +7390,7 @@ class WorkerProcess:
             names = {number.value: number.name for number in signal.Signals}
             text = f"The worker was killed by {names.get(-self._exit, -self._exit)}."
         if self._asked == 3:
-            text = "The worker did not stop when it was asked to, and was killed."
+            text = self.killed_for
         return AttemptEnd(Ending.DIED, ExitCode.FAILED, error=text)
 
 
@@ -6977,7 +7420,10 @@ def open_log(path: Path) -> int:
 
 
 def stop_run(state: StateDirectory, ledger: Ledger, run: Run, request: Request, who: str) -> bool:
-    """Pause or cancel a run: at once if nobody owns it, else by asking; tell whether it is done."""
+    """Pause or cancel a run: at once if nobody owns it, else by asking; tell whether it is done.
+
+    A run with pending cleanups is not cancelled by this, but by `Launch.cancels`.
+    """
     lock = JobLock(state.lock_path(run.job))
     if not lock.acquire():
         ledger.request(run, request, who)
@@ -6992,6 +7438,15 @@ def stop_run(state: StateDirectory, ledger: Ledger, run: Run, request: Request, 
     return True
 
 
+def is_owned(state: StateDirectory, job: str) -> bool:
+    """Tell whether some process holds a job's lock at this moment."""
+    lock = JobLock(state.lock_path(job))
+    is_free = lock.acquire()
+    if is_free:
+        lock.release()
+    return not is_free
+
+
 # ======================================================================================
 # 13. Reports: rows to text and JSON; pure
 # ======================================================================================
@@ -7004,7 +7459,11 @@ NOT_SUMMARISED = ("key", "checkpoint", "settings", "hash")
 
 
 def summarise(
-    run: Run, attempts: list[Attempt], rejects: list[tuple[int, str, str]], events: list[Event]
+    run: Run,
+    attempts: list[Attempt],
+    rejects: list[tuple[int, str, str]],
+    events: list[Event],
+    cleanups: Sequence[Cleanup] = (),
 ) -> dict[str, Any]:
     """Return all that is known of a run as one JSON document."""
     names = ("number", "record", "reason")
@@ -7020,12 +7479,18 @@ def summarise(
             for a in attempts
         ],
         "rejects": [dict(zip(names, reject, strict=True)) for reject in rejects],
+        "cleanups": [{**c._asdict(), "call": mask_secrets(c.call)} for c in cleanups],
         "events": [event._asdict() for event in events],
     }
 
 
 def summarise_job(
-    job: str, run: Run | None, standing: Standing, success: Run | None, refused: int
+    job: str,
+    run: Run | None,
+    standing: Standing,
+    success: Run | None,
+    refused: int,
+    stuck: Sequence[Finding] = (),
 ) -> dict[str, Any]:
     """Return how a job stands as one JSON document."""
     return {
@@ -7041,7 +7506,8 @@ def summarise_job(
         "error": run and run.error,
         "why": standing.why,
         "next": standing.todo,
-        "needs_someone": standing.needs_someone,
+        "needs_someone": standing.needs_someone or bool(stuck),
+        "cleanups": [finding._asdict() for finding in stuck],
     }
 
 
@@ -7054,7 +7520,13 @@ def render_status(jobs: list[dict[str, Any]], now: str) -> str:
         times = age_text(job["since"], now), of_all_text(job), success
         rows.append([job["job"], state_text(job), *times, skipped])
     todos = [f"to type: {job['next']}" for job in jobs if " report " not in job["next"]]
-    return "\n".join([render_table(rows), *todos])
+    stuck = [line for job in jobs for line in render_stuck(job)]
+    return "\n".join([render_table(rows), *todos, *stuck])
+
+
+def render_stuck(job: dict[str, Any]) -> list[str]:
+    """Return the lines about a job's cleanups that somebody has to see to."""
+    return [f"{c['what']}: {c['why']}\nto type: {c['todo']}" for c in job["cleanups"]]
 
 
 def age_text(at: str | None, now: str) -> str:
@@ -7074,7 +7546,7 @@ def render_one_status(job: dict[str, Any]) -> str:
     lines.append(f"  last success  {moment_text(job['last_success'])}")
     lines.append(f"  skipped       {job['refused_since_success']} starts since")
     lines += [f"  why           {line}" for line in job["why"].splitlines()]
-    return "\n".join([*lines, f"to type: {job['next']}"])
+    return "\n".join([*lines, f"to type: {job['next']}", *render_stuck(job)])
 
 
 def render_report(summary: dict[str, Any]) -> str:
@@ -7090,6 +7562,8 @@ def render_report(summary: dict[str, Any]) -> str:
     lines += [line for attempt in summary["attempts"] for line in render_attempt(attempt)]
     lines += ["rejected records"] * bool(summary["rejects"])
     lines += [f"  commit {r['number']}  {r['record']}: {r['reason']}" for r in summary["rejects"]]
+    lines += ["recorded cleanups"] * bool(summary["cleanups"])
+    lines += [render_cleanup(cleanup) for cleanup in summary["cleanups"]]
     lines.append("events")
     for event in summary["events"]:
         why = f": {event['why']}" if event["why"] else ""
@@ -7113,6 +7587,14 @@ def render_attempt(attempt: dict[str, Any]) -> list[str]:
         took_ms = release["elapsed_s"] * 1000
         lines.append(f"     released {release['name']} in {took_ms:.1f} ms{failed}")
     return lines
+
+
+def render_cleanup(cleanup: dict[str, Any]) -> str:
+    """Return the line about a recorded cleanup: done, or pending and why."""
+    done = f"done {moment_text(cleanup['done_at'])}" if cleanup["done_at"] else "PENDING"
+    took = f" in {cleanup['elapsed_s'] * 1000:.1f} ms" if cleanup["elapsed_s"] is not None else ""
+    why = f": {cleanup['error']}" if cleanup["error"] else ""
+    return f"  {cleanup['id']}  {cleanup['call']}  {done}{took}{why}"
 
 
 def state_text(summary: dict[str, Any]) -> str:
@@ -7534,7 +8016,9 @@ def status_command(app: App, *, name: str | None) -> ExitCode:
             job = run.job if run else each
             stands = standing(ledger, run, app.host) if run else never_run(job)
             refused = ledger.refused_since_success(job)
-            jobs.append(summarise_job(job, run, stands, ledger.last_success(job), refused))
+            found = [c for c in ledger.stuck_cleanups() if c.job == job]
+            stuck = [stuck_cleanup(ledger, cleanup) for cleanup in found]
+            jobs.append(summarise_job(job, run, stands, ledger.last_success(job), refused, stuck))
     barrier = app.state.maintenance.find()
     text = render_one_status(jobs[0]) if name else render_status(jobs, app.host.now())
     said = [f"maintenance is on since {barrier.since} {barrier.reason}".rstrip()] if barrier else []
@@ -7553,7 +8037,7 @@ def report_command(app: App, *, run: str) -> ExitCode:
     with app.ledger(write=False) as ledger:
         found = app.find_run(ledger, run)
         rows = ledger.attempts(found), ledger.rejects(found), ledger.events(found)
-    summary = summarise(found, *rows)
+        summary = summarise(found, *rows, ledger.cleanups(found))
     app.console.result(render_report(summary), summary)
     return ExitCode.DONE
 
@@ -7567,10 +8051,24 @@ def pause_command(app: App, *, run: str) -> ExitCode:
     return stop_command(app, run, Request.PAUSE, "paused")
 
 
-@command("Deploy", word("run"), exits=[ExitCode.NOT_FOUND])
+@command("Deploy", word("run"), exits=RUN_EXITS)
 def cancel_command(app: App, *, run: str) -> ExitCode:
-    """Cancel a run at its next safe point, for good."""
-    return stop_command(app, run, Request.CANCEL, "cancelled")
+    """Cancel a run at its next safe point, for good; call the cleanups that are left of it."""
+    with app.ledger(write=True) as ledger:
+        found = app.find_run(ledger, run)
+        left = any(c.run == found.id for c in ledger.pending_cleanups(found.job))
+        can = (found.finished or found.job in app.config.jobs) and left
+        needs_worker = can and not is_owned(app.state, found.job)
+    if not needs_worker:
+        return stop_command(app, run, Request.CANCEL, "cancelled")
+    launch = Launch(found.job, cancels=found.id)
+    outcome = Supervisor(app.config, launch, app.host, app.console).run()
+    ended = cast("Run", outcome.run)
+    if outcome.letter:
+        app.console.letter(outcome.letter, outcome.exit_code)
+    document = {"run": ended.id, "request": Request.CANCEL, "done": True}
+    app.console.result(f"run {ended.id} of {ended.job} is {ended.state}", document)
+    return outcome.exit_code
 
 
 def stop_command(app: App, name: str, request: Request, done: str) -> ExitCode:

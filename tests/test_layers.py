@@ -18,23 +18,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
-    "Vocabulary": 335,
+    "Vocabulary": 355,
     "Host": 410,
-    "Configuration": 720,
+    "Configuration": 730,
     "Checkpoints": 360,
-    "Ledger": 1_200,
+    "Ledger": 1_325,
     "Locks and maintenance": 255,
     "Health": 200,
-    "Jobs": 2_100,
+    "Jobs": 2_250,
     "Operations": 200,
-    "Recovery": 435,
-    "Worker": 500,
-    "Supervisor": 580,
-    "Reports": 185,
-    "Command line": 665,
+    "Recovery": 445,
+    "Worker": 590,
+    "Supervisor": 640,
+    "Reports": 215,
+    "Command line": 680,
 }
 COMES_LATER = {"Health", "Operations"}  # their place in the order is kept
-LINES_IN_ALL = 8_146  # must stay under
+LINES_IN_ALL = 8_665  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
