@@ -457,6 +457,57 @@ class Reject(NamedTuple):
     reason: str
 
 
+FACTORS = ("memory", "connections", "dependencies")  # of a health check
+
+
+class Wellness(StrEnum):
+    """What is known of a factor of health; unknown is not bad."""
+
+    OK = "ok"
+    BAD = "bad"
+    UNKNOWN = "unknown"
+
+
+class Reading(NamedTuple):
+    """One row of the table `reading`: what a sample saw; None for what could not be seen.
+
+    Attributes:
+        number: the run's newest commit at that time.
+        limit_source: which limit leaves the least memory: `cgroup /a/b`, `RLIMIT_AS`, `host`.
+        rss_bytes: of the worker and all below it, as are the counts that follow.
+        connections: to the declared databases.
+        pressure: per cent of the last 10 s in which somebody waited for memory.
+    """
+
+    id: int
+    at: str
+    generation: int
+    number: int
+    available_bytes: int | None
+    limit_bytes: int | None
+    limit_source: str | None
+    rss_bytes: int | None
+    connections: int | None
+    open_files: int | None
+    threads: int | None
+    children: int | None
+    pressure: float | None
+
+
+class HealthCheck(NamedTuple):
+    """One row of the table `health_check`: each factor as `bad: why`, and what followed."""
+
+    id: int
+    at: str
+    generation: int
+    memory: str
+    connections: str
+    dependencies: str
+    verdict: str
+    why: str
+    elapsed_s: float
+
+
 class Finding(NamedTuple):
     """Something that a check found: what is wrong, and what to type."""
 
@@ -490,6 +541,19 @@ class Finding(NamedTuple):
 #                        loop is a turn, so a loop that hangs falls silent
 #
 # A full socket or one that is gone holds nobody up: what could not be said is said at a later turn.
+#
+# Gauges never raise: processes vanish while they are looked at, and some may not be seen; what
+# cannot be read is left out or None. Memory is what is left within the limit that would kill us
+# first, the file cache that the kernel gives back discounted. Every group above us is asked:
+#
+#   cgroup v2   memory.max - (memory.current - inactive_file); memory.high only slows down
+#   cgroup v1   memory.limit_in_bytes - (memory.usage_in_bytes - total_inactive_file)
+#   RLIMIT_AS   the limit - the address space of the process itself
+#   host        what the kernel calls available
+#
+# Connections are counted from outside. A socket of a process is one of its descriptors, and the
+# kernel's tables tell the other end of each: /proc/PID/net/tcp and tcp6 for TCP, its sock_diag
+# messages for unix sockets (the client's end has no name in /proc). An SQLite database is a file.
 
 TEMPORARY_SUFFIX = ".tmp"
 NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse.", "9p", "afs", "ceph", "glusterfs", "lustre")
@@ -529,8 +593,41 @@ def _act(action: str) -> None:
         raise OSError(getattr(errno, action), "at a named point")
 
 
+class Memory(NamedTuple):
+    """How much memory is left until the limit of `source` kills somebody."""
+
+    available_bytes: int
+    limit_bytes: int
+    source: str
+
+
+class Peer(NamedTuple):
+    """The other end of a connection: address and port, or the path of a socket or file."""
+
+    address: str
+    port: int = 0
+
+
+class Usage(NamedTuple):
+    """What a process and all below it use; memory that they share is counted for each.
+
+    Attributes:
+        open_files: None if they may not be seen; then connections are not known either.
+        connections: how many there are, by the name of what is at their other end.
+    """
+
+    rss_bytes: int
+    open_files: int | None
+    threads: int
+    children: int
+    connections: dict[str, int]
+
+
 class Host:
     """The machine: clocks, processes, file systems. Tests pass a Host of their own."""
+
+    proc = Path("/proc")
+    cgroups = Path("/sys/fs/cgroup")
 
     def now(self) -> str:
         """Return wall time as UTC text with milliseconds, `2026-01-31T23:59:59.123Z`."""
@@ -569,11 +666,10 @@ class Host:
         fields = self._stat_fields(process.pid)
         return bool(fields) and fields[0] in ("T", "t")
 
-    @staticmethod
-    def _stat_fields(pid: int) -> list[str]:
+    def _stat_fields(self, pid: int) -> list[str]:
         """Return /proc/PID/stat from field 3 (the state) on; empty if there is no such process."""
         try:
-            text = Path(f"/proc/{pid}/stat").read_text()
+            text = (self.proc / f"{pid}/stat").read_text()
         except OSError:
             return []
         return text.rpartition(")")[2].split()
@@ -589,22 +685,88 @@ class Host:
         uptime_s = float(Path("/proc/uptime").read_text().split()[0])
         return max(0.0, uptime_s - process.ticks / os.sysconf("SC_CLK_TCK"))
 
-    def children(self) -> list[int]:
-        """Return the direct children of this process, reparented ones included."""
+    def children(self, pid: int | None = None) -> list[int]:
+        """Return the direct children of a process (by default this), reparented ones included."""
         found: list[int] = []
-        for listing in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                found += map(int, listing.read_text().split())
+        with contextlib.suppress(OSError):  # it may vanish, or a thread of it, at any moment
+            for thread in (self.proc / f"{pid or os.getpid()}/task").iterdir():
+                found += map(int, _text_of(thread / "children").split())
         return found
 
-    def descendants(self, pid: int) -> list[int]:
-        """Return all living processes below one."""
-        import psutil  # 40 ms, and only needed when a worker left children behind
+    def memory(self, pid: int | None = None) -> Memory | None:
+        """Return what is left within the limit that kills a process first; None if unreadable."""
+        place = self.proc / str(pid or "self")
+        found = [*self._host_memory(), *self._group_memory(place), *_address_space(place)]
+        return min(found, default=None)
 
-        try:
-            return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-        except psutil.Error:
-            return []
+    def _host_memory(self) -> Iterator[Memory]:
+        import psutil  # 40 ms; not before the first sample
+
+        with contextlib.suppress(OSError, LookupError, ValueError):
+            psutil.PROCFS_PATH = str(self.proc)
+            host = psutil.virtual_memory()
+            yield Memory(host.available, host.total, "host")
+
+    def _group_memory(self, place: Path) -> Iterator[Memory]:
+        """Yield what each control group above a process leaves of memory, if it has a limit."""
+        for line in _text_of(place / "cgroup").splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers == "":
+                alone = (self.cgroups / "cgroup.controllers").exists()
+                root, names = self.cgroups if alone else self.cgroups / "unified", GROUP_V2
+            elif "memory" in controllers.split(","):
+                root, names = self.cgroups / "memory", GROUP_V1
+            else:
+                continue
+            folder = Path("/", *(part for part in Path(group).parts if part != ".."))
+            for each in (folder, *folder.parents):
+                yield from _room_in_group(root / str(each).lstrip("/"), *names, str(each))
+
+    def memory_pressure(self) -> float | None:
+        """Return the per cent of the last 10 s in which somebody waited for memory (PSI)."""
+        found = re.match(r"some avg10=([0-9.]+)", _text_of(self.proc / "pressure/memory"))
+        return float(found[1]) if found else None
+
+    def usage(self, pid: int, peers: Mapping[str, Iterable[Peer]] = {}) -> Usage | None:
+        """Return what a process and all below it use; None if it is gone.
+
+        `peers` are the other ends of the connections to be counted, by name.
+        """
+        pids = [pid]
+        for each in pids:  # grows while it is walked
+            pids += [child for child in self.children(each) if child not in pids]
+        stats = [fields for each in pids if (fields := self._stat_fields(each))]
+        seen = [_links(self.proc / f"{each}/fd") for each in pids]
+        if not self._stat_fields(pid):
+            return None
+        links = [link for each in seen for link in each or ()]
+        rss_bytes = sum(int(fields[21]) for fields in stats) * os.sysconf("SC_PAGE_SIZE")
+        return Usage(
+            rss_bytes,
+            None if seen[0] is None else len(links),
+            sum(int(fields[17]) for fields in stats),
+            len(stats) - 1,
+            {} if seen[0] is None else self._connections(pid, links, peers),
+        )
+
+    def _connections(
+        self, pid: int, links: list[str], peers: Mapping[str, Iterable[Peer]]
+    ) -> dict[str, int]:
+        """Count the descriptors, given by what they link to, whose other end is a peer."""
+        counts = dict.fromkeys(peers, 0)
+        sockets = {int(link[8:-1]) for link in links if link.startswith("socket:[")}
+        names = {place: name for name, ends in peers.items() for e in ends for place in _places(e)}
+        ends = [link for link in links if link in names]
+        for table in ("tcp", "tcp6") if names and sockets else ():
+            for line in _text_of(self.proc / f"{pid}/net/{table}").splitlines()[1:]:
+                fields = line.split(None, 10)
+                if fields[2] in names and int(fields[9]) in sockets:
+                    ends.append(fields[2])
+        if sockets and any(Path(place).is_socket() for place in names if place[0] == "/"):
+            ends += [path for inode, path in _unix_peers() if inode in sockets and path in names]
+        for end in ends:
+            counts[names[end]] += 1
+        return counts
 
     def user_name(self, uid: int) -> str:
         """Return a user's name, or the number of one without a name."""
@@ -766,11 +928,121 @@ def _has_open(process_folder: Path, wanted: os.stat_result) -> bool:
     return False
 
 
+GROUP_V2 = ("memory.max", "memory.current", "inactive_file")
+GROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _text_of(path: Path) -> str:
+    """Return a file's text; empty if it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _room_in_group(folder: Path, limit: str, used: str, cache: str, group: str) -> Iterator[Memory]:
+    """Yield what one control group leaves of memory; nothing without a limit ("max")."""
+    with contextlib.suppress(OSError, ValueError):
+        limit_bytes = int((folder / limit).read_text())
+        used_bytes = int((folder / used).read_text())
+        found = re.search(rf"^{cache} ([0-9]+)$", _text_of(folder / "memory.stat"), re.MULTILINE)
+        left = limit_bytes - used_bytes + (int(found[1]) if found else 0)
+        yield Memory(max(left, 0), limit_bytes, f"cgroup {group}")
+
+
+def _address_space(place: Path) -> Iterator[Memory]:
+    """Yield what RLIMIT_AS leaves to a process, if it has that limit."""
+    found = re.search(r"^Max address space +([0-9]+) ", _text_of(place / "limits"), re.MULTILINE)
+    used = _text_of(place / "statm").split()
+    if found and used:
+        left = int(found[1]) - int(used[0]) * os.sysconf("SC_PAGE_SIZE")
+        yield Memory(max(left, 0), int(found[1]), "RLIMIT_AS")
+
+
+def _links(folder: Path) -> list[str] | None:
+    """Return what a process's descriptors link to; None if they may not be seen."""
+    found: list[str] = []
+    try:
+        for descriptor in folder.iterdir():
+            with contextlib.suppress(OSError):
+                found.append(str(descriptor.readlink()))
+    except PermissionError:
+        return None
+    except OSError:  # gone
+        return []
+    return found
+
+
+def _places(peer: Peer) -> list[str]:
+    """Return a peer as descriptors and /proc/net write it; an IPv4 one has a form in IPv6 too."""
+    import socket
+    import struct
+
+    if not peer.port:
+        return [peer.address]
+    wide = ":" in peer.address
+    family = socket.AF_INET6 if wide else socket.AF_INET
+    content = socket.inet_pton(family, peer.address.partition("%")[0])
+    words = "".join(f"{word:08X}" for word in struct.unpack(f"={len(content) // 4}I", content))
+    mapped = "".join(f"{word:08X}" for word in struct.unpack("=3I", bytes(10) + b"\xff\xff"))
+    return [f"{form}:{peer.port:04X}" for form in ([words] if wide else [words, mapped + words])]
+
+
+def _unix_peers() -> list[tuple[int, str]]:
+    """Return the sockets that are connected to a named unix socket: inode and that name."""
+    import struct
+
+    names, peers = dict[int, str](), dict[int, int]()
+    for message in _unix_sockets():
+        inode, at = struct.unpack_from("=I", message, 4)[0], 16
+        while at < len(message):  # attributes, each padded to 4 bytes
+            size, what = struct.unpack_from("=HH", message, at)
+            value = message[at + 4 : at + size]
+            if what == 0:  # UNIX_DIAG_NAME
+                names[inode] = os.fsdecode(value.rstrip(b"\0"))
+            elif what == 2:  # UNIX_DIAG_PEER
+                peers[inode] = struct.unpack("=I", value)[0]
+            at += (size + 3) & ~3
+    return [(inode, names[end]) for inode, end in peers.items() if end in names]
+
+
+def _unix_sockets() -> Iterator[bytes]:
+    """Yield what the kernel tells of each unix socket, see sock_diag(7); nothing if it refuses."""
+    import socket
+    import struct
+
+    by_family, all_states, name_and_peer = 20, 0xFFFFFFFF, 1 | 4
+    asked = struct.pack("=IHHII", 40, by_family, 0x301, 1, 0)  # length, type, REQUEST | DUMP
+    asked += struct.pack("=BBHIIIQ", socket.AF_UNIX, 0, 0, all_states, 0, name_and_peer, 0)
+    with (
+        contextlib.suppress(OSError, struct.error),
+        socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, 4) as kernel,
+    ):
+        kernel.settimeout(1)
+        kernel.send(asked)
+        while answer := kernel.recv(65_536):
+            while answer:
+                size, kind = struct.unpack_from("=IH", answer)
+                if kind != by_family:  # the end, or an error
+                    return
+                yield answer[16:size]
+                answer = answer[(size + 3) & ~3 :]
+
+
 def _prctl(option: int, value: int) -> None:
     """Call prctl(2); where the kernel has no such option nothing changes."""
     import ctypes  # only in a supervisor or worker
 
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def own_interpreter(function: str, *words: str) -> list[str]:
+    """Return the command that calls a function of this file in a fresh interpreter."""
+    boot = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); import batchrun; del sys.path[0]; "
+        f"batchrun.{function}()"
+    )
+    return [sys.executable, "-P", "-c", boot, str(Path(__file__).resolve().parent), *words]
 
 
 def sha256(content: bytes) -> hashlib._Hash:
