@@ -1152,12 +1152,16 @@ def make_private_folder(path: Path) -> None:
 #     state = "state"      TOP_KEYS
 #     [defaults]           OPTIONS of every job
 #     [jobs.NAME]          uses, the same options, and the settings of the job
+#     [health]             HEALTH_KEYS: when to look, and what is too little
+#     [[health.dependency]], [[health.database]]   what jobs need, one table each
 #
 # A key has the name of its field without the unit, which is part of its value ("60s"). Relative
 # paths are relative to the config file, never to the working directory.
 #
 # A config is valid if and only if every table and key is known, every value is of its type and in
-# its range, every NAME can be a folder's name and every job names a function. The *settings* of a
+# its range, every NAME can be a folder's name and every job names a function. A dependency has a
+# name of its own and either a url or a command; its url may be read by { env = } or { file = }, as
+# secrets are, which happens each time it is asked and never here. The *settings* of a
 # job stay as TOML has them until the worker has imported the job: build_settings() then checks them
 # against the job's own dataclass. A setting's type is one of str, int, float, bool, Path, Decimal,
 # date, datetime, Secret, Literal, list[T], tuple[T, ...], dict[str, T], or a union of these and
@@ -1256,6 +1260,75 @@ class ConfigKey(NamedTuple):
     meaning: str
 
 
+def _lasting(low_s: float) -> Callable[[object], float]:
+    """Return a reader of durations that are not shorter."""
+
+    def read(value: object) -> float:
+        if (found := parse_duration(value)) >= low_s:
+            return found
+        raise ValueError(f"at least {low_s:g} s is wanted")
+
+    return read
+
+
+def _listed(read: Callable[[object], T], wanted: str) -> Callable[[object], tuple[T, ...]]:
+    """Return a reader of lists, each element read by itself."""
+
+    def read_all(value: object) -> tuple[T, ...]:
+        if isinstance(value, list):
+            return tuple(read(each) for each in value)
+        raise ValueError(f"a list of {wanted} is wanted")
+
+    return read_all
+
+
+def _yes_or_no(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError("true or false is wanted")
+
+
+SCHEMES = ("tcp", "http", "https", "redis", "unix", "sqlite", "postgresql", "postgres")
+LOCAL_SCHEMES = ("unix", "sqlite")  # a path follows
+
+
+def _url(value: object) -> str | dict[str, object]:
+    """Read the address of a dependency: text that is one, or where the text is read from."""
+    if isinstance(value, dict) and len(value) == 1 and value.keys() <= {"env", "file"}:
+        return value
+    if not isinstance(value, str) or (value and value.partition(":")[0] not in SCHEMES):
+        ways = ", ".join(f"{scheme}:" for scheme in SCHEMES)
+        raise ValueError(f"an address that begins with one of {ways} is wanted")
+    return value and require_url(value)
+
+
+def require_url(url: str) -> str:
+    """Return an address that can be asked; have its password masked.
+
+    Raises:
+        ValueError: what is wanted.
+    """
+    from urllib.parse import urlsplit  # only where there is a dependency
+
+    _remember_parts("", url)
+    parts = urlsplit(url)
+    several = parts.scheme.startswith("postgres")  # libpq takes hosts by comma, or none
+    port = None if several else parts.port  # a ValueError if it is none
+    if parts.scheme in LOCAL_SCHEMES:
+        if not url_path(url):
+            raise ValueError(f'a path is wanted, "{parts.scheme}:PATH"')
+    elif not parts.hostname and not several:
+        raise ValueError(f'a host is wanted, "{parts.scheme}://HOST"')
+    if parts.scheme == "tcp" and not port:
+        raise ValueError('a port is wanted, "tcp://HOST:PORT"')
+    return url
+
+
+def url_path(url: str) -> str:
+    """Return the path in `unix:PATH` or `sqlite:PATH`; `sqlite:///PATH` is the same."""
+    return url.partition(":")[2].removeprefix("///")
+
+
 # ~ is refused because cron, systemd and sudo disagree on whose home it is.
 _PATH = _text(Path, r"[^~\0][^\0]*", 'a path without "~", relative to the config file or whole,')
 _FUNCTION = _text(str, r"[A-Za-z_]\w*(:[A-Za-z_]\w*)?", '"function" or "module:function"')
@@ -1278,8 +1351,85 @@ OPTIONS = {
     "max_rejects": ConfigKey("max_rejects", 0, _whole(0, 10**9), "of a run that still succeeds"),
     "on_changed_source": ConfigKey("on_changed_source", "refuse", _REFUSE_OR_FRESH, "what to do"),
     "max_fresh": ConfigKey("max_fresh", 2, _whole(0, 1000), "fresh starts in a row, at most"),
+    "max_rss": ConfigKey("max_rss_bytes", 0, parse_size, "of the worker; more is bad; 0: no limit"),
+}
+_FACTOR = _text(str, "|".join(FACTORS), " or ".join(json.dumps(name) for name in FACTORS))
+_NAME = _text(str, r"\S(.{0,62}\S)?", "a name of 1 to 64 characters")
+_WORDS = _listed(_text(str, r"[^\0]+", "text"), "words")
+HEALTH_KEYS = {
+    "sample_interval": ConfigKey("sample_interval_s", "60s", _lasting(1), "between two readings"),
+    "check_interval": ConfigKey("check_interval_s", "3m", _lasting(1), "between two checks"),
+    "recheck_after": ConfigKey("recheck_after_s", "10s", _lasting(1), "a first bad one"),
+    "bad_in_a_row": ConfigKey("bad_in_a_row", 3, _whole(1, 100), "checks that make a factor bad"),
+    "good_in_a_row": ConfigKey("good_in_a_row", 2, _whole(1, 100), "checks that make it good"),
+    "min_available": ConfigKey("min_available_bytes", "64MB", parse_size, "memory; less is bad"),
+    "critical": ConfigKey("critical", [], _listed(_FACTOR, "factors"), "that pause alone"),
+}
+NEED_KEYS = {
+    "name": ConfigKey("name", "NAME", _NAME, "what it is called in messages; must be given"),
+    "url": ConfigKey("url", "", _url, "where it is"),
+    "timeout": ConfigKey("timeout_s", "5s", _lasting(0.1), "to answer in"),
+    "critical": ConfigKey(
+        "critical", default=False, read=_yes_or_no, meaning="whether it pauses alone"
+    ),
+    "jobs": ConfigKey("jobs", [], _WORDS, "that need it; none: all"),
+}
+DEPENDENCY_KEYS = NEED_KEYS | {
+    "command": ConfigKey("command", [], _WORDS, "instead of a url; exit 0: well"),
+    "expect": ConfigKey("expect", 200, _whole(100, 599), "HTTP answer"),
+}
+DATABASE_KEYS = NEED_KEYS | {
+    "normal": ConfigKey("normal", 10, _whole(1, 100_000), "connections of a job; more is bad"),
 }
 JOB_KEYS = {"uses": ConfigKey("uses", "NAME", _FUNCTION, "the job's function"), **OPTIONS}
+
+
+class Need(NamedTuple):
+    """What jobs need: one [[health.dependency]], or one [[health.database]].
+
+    Attributes:
+        factor: the factor of health that it belongs to.
+        url: or where it is read from; "" if there is a command.
+        jobs: the jobs that need it; none: all.
+        normal: how many connections to it a job normally has; 0: they are not counted.
+    """
+
+    factor: str
+    name: str
+    url: str | Mapping[str, object]
+    timeout_s: float
+    critical: bool
+    jobs: tuple[str, ...]
+    command: tuple[str, ...] = ()
+    expect: int = 200
+    normal: int = 0
+
+    def address(self, folder: Path) -> str:
+        """Return the url as text, read from elsewhere if it says so.
+
+        Raises:
+            ValueError: it cannot be read, or is none.
+        """
+        if isinstance(self.url, str):
+            return self.url
+        return str(_url(_fetched(dict(self.url), folder)))
+
+
+class HealthConfig(NamedTuple):
+    """The [health] table and what stands below it."""
+
+    sample_interval_s: float
+    check_interval_s: float
+    recheck_after_s: float
+    bad_in_a_row: int
+    good_in_a_row: int
+    min_available_bytes: int
+    critical: tuple[str, ...]
+    needs: tuple[Need, ...]
+
+    def needs_of(self, job: str | None) -> list[Need]:
+        """Return what a job needs; without one what any needs."""
+        return [need for need in self.needs if job is None or not need.jobs or job in need.jobs]
 
 
 class JobConfig(NamedTuple):
@@ -1295,6 +1445,7 @@ class JobConfig(NamedTuple):
     max_rejects: int
     on_changed_source: str
     max_fresh: int
+    max_rss_bytes: int
 
     @property
     def module(self) -> str:
@@ -1313,6 +1464,7 @@ class Config(NamedTuple):
     path: Path
     folder: Path  # of the config file; its symbolic links are resolved, the file's own is not
     jobs: Mapping[str, JobConfig]
+    health: HealthConfig
     state: Path
     jobs_folder: Path
     min_free_bytes: int
@@ -1334,8 +1486,15 @@ class Config(NamedTuple):
 
 
 def config_keys() -> dict[str, dict[str, ConfigKey]]:
-    """Return every key by table and name: "" is the top of the file, then defaults, jobs.NAME."""
-    return {"": TOP_KEYS, "defaults": OPTIONS, "jobs.NAME": JOB_KEYS}
+    """Return every key by table and name; "" is the top of the file."""
+    return {
+        "": TOP_KEYS,
+        "defaults": OPTIONS,
+        "jobs.NAME": JOB_KEYS,
+        "health": HEALTH_KEYS,
+        "health.dependency": DEPENDENCY_KEYS,
+        "health.database": DATABASE_KEYS,
+    }
 
 
 def _defaults(keys: Mapping[str, ConfigKey]) -> dict[str, Any]:
@@ -1374,14 +1533,15 @@ def load_config(path: Path) -> Config:
     require_text(path)
     problems: list[str] = []
     document, folder = _read_toml(path, problems), path.parent.resolve()
-    own, rest = _read_keys("", document, TOP_KEYS, problems, ("defaults", "jobs"))
+    own, rest = _read_keys("", document, TOP_KEYS, problems, ("defaults", "jobs", "health"))
     top = {**_defaults(TOP_KEYS), **own}
     for field in ("state", "jobs_folder"):
         top[field] = Path(os.path.normpath(folder / top[field]))
     options, _ = _read_keys("[defaults] ", rest.get("defaults", {}), OPTIONS, problems)
     _, tables = _read_keys("[jobs] ", rest.get("jobs", {}), {}, problems, None)
     jobs: dict[str, JobConfig] = {}
-    config = Config(path, folder, jobs, **top)
+    health = _read_health(rest.get("health", {}), tables, problems)
+    config = Config(path, folder, jobs, health, **top)
     for name, table in tables.items():
         if not re.fullmatch(_JOB_NAME, name):
             rule = "a job's name is 1 to 64 letters, digits, _ - . and begins with neither . nor -"
@@ -1395,6 +1555,50 @@ def load_config(path: Path) -> Config:
         todo = f"Correct it, then type: batchrun --config {_typed(path)} jobs"
         raise _refusal(f"The config file {path} cannot be used.", problems, todo)
     return config
+
+
+def _read_health(table: object, jobs: Iterable[str], problems: list[str]) -> HealthConfig:
+    """Return the [health] table and what stands below it; add to problems."""
+    lists = {
+        "dependency": ("dependencies", DEPENDENCY_KEYS),
+        "database": ("connections", DATABASE_KEYS),
+    }
+    own, rest = _read_keys("[health] ", table, HEALTH_KEYS, problems, lists)
+    needs: list[Need] = []
+    for kind, (factor, keys) in lists.items():
+        rows = rest.get(kind, [])
+        if not isinstance(rows, list):
+            problems.append(f"health.{kind} must be a list: write [[health.{kind}]] above each")
+            continue
+        for number, row in enumerate(rows, 1):
+            where = f"[[health.{kind}]] number {number} "
+            values, _ = _read_keys(where, row, keys, problems)
+            need = Need(factor, **{**_defaults(keys), **values})
+            taken = {each.name for each in needs}
+            if isinstance(row, dict):
+                problems += [where + why for why in _need_problems(need, row, taken, jobs)]
+                needs.append(need)
+    return HealthConfig(**{**_defaults(HEALTH_KEYS), **own}, needs=tuple(needs))
+
+
+def _need_problems(
+    need: Need, given: Mapping[str, Any], taken: Container[str], jobs: Iterable[str]
+) -> Iterator[str]:
+    """Yield what is wrong with a need whose keys are all right by themselves."""
+    if "name" not in given:
+        yield "name: is missing; it says what messages call it"
+    elif need.name in taken:
+        yield f"name = {json.dumps(need.name)}: another one has that name"
+    ways = ["url"] if need.factor == "connections" else ["url", "command"]
+    asked = [way for way in ways if given.get(way)]
+    if len(asked) != 1:
+        yield f"{' or '.join(ways)}: {'only one of them can be asked' if asked else 'is missing'}"
+    url = given.get("url", "")
+    if "expect" in given and "command" in ways and isinstance(url, str) and url[:4] != "http":
+        yield "expect: only a url that begins with http: or https: has such an answer"
+    for name in need.jobs:
+        if name not in jobs:
+            yield f"jobs: there is no job {json.dumps(name)}{_meant(name, jobs)}"
 
 
 def _read_toml(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -287,7 +287,7 @@ def test_the_sample_config_is_valid_as_it_stands() -> None:
 
 def switched_on() -> str:
     """Return the sample config with every key that it shows as a comment."""
-    return re.sub("^#(?=[a-z])", "", SAMPLE.read_text("utf-8"), flags=re.MULTILINE)
+    return re.sub(r"^#(?=[a-z\[])", "", SAMPLE.read_text("utf-8"), flags=re.MULTILINE)
 
 
 def test_the_sample_config_shows_every_key_with_its_default() -> None:
@@ -295,7 +295,18 @@ def test_the_sample_config_shows_every_key_with_its_default() -> None:
     assert {key: shown[key] for key in keys[""]} == {k: v.default for k, v in keys[""].items()}
     assert shown["defaults"] == {k: v.default for k, v in keys["defaults"].items()}
     assert shown["jobs"]["inventory_sync"]["uses"] == "inventory_sync"
-    assert sorted({*shown} - {*keys[""]}) == ["defaults", "jobs"]
+    assert sorted({*shown} - {*keys[""]}) == ["defaults", "health", "jobs"]
+    health = shown["health"]
+    assert {k: health[k] for k in keys["health"]} == {
+        k: v.default for k, v in keys["health"].items()
+    }
+    for name, rows in (("dependency", health["dependency"]), ("database", health["database"])):
+        known = keys[f"health.{name}"]
+        assert {key for row in rows for key in row} == known.keys()
+        for key in ("timeout", "critical", "jobs", "expect", "normal"):
+            assert all(
+                row.get(key, known[key].default) == known[key].default for row in rows if key in row
+            )
 
 
 def test_the_sample_config_shows_every_setting_of_its_job_with_a_value_that_it_takes(
@@ -317,6 +328,126 @@ def test_every_key_has_a_default_that_it_can_read_and_a_meaning() -> None:
         for name, key in table.items():
             assert key.meaning, name
             key.read(key.default)
+
+
+# --- health ---------------------------------------------------------------------------------------
+
+
+def test_health_has_defaults_and_each_need_is_a_row(tmp_path: Path) -> None:
+    config = load_config(
+        config_file(
+            tmp_path,
+            """
+            [health]
+            check_interval = "2m"
+            critical = ["memory"]
+            [[health.database]]
+            name = "stock"
+            url = "postgresql:///shop?host=/run/postgresql"
+            normal = 3
+            jobs = ["b"]
+            [[health.dependency]]
+            name = "cache"
+            url = { env = "CACHE_URL" }
+            timeout = "500ms"
+            critical = true
+            [[health.dependency]]
+            name = "feed"
+            command = ["test", "-d", "/srv/feeds"]
+            [jobs.a]
+            max_rss = "1GB"
+            [jobs.b]
+            """,
+        )
+    )
+    health = config.health
+    assert health[:7] == (60, 120, 10, 3, 2, 64_000_000, ("memory",))
+    cache, feed, stock = health.needs
+    assert (cache.factor, cache.name, cache.timeout_s, cache.critical) == (
+        *("dependencies", "cache", 0.5, True),
+    )
+    assert (feed.command, feed.expect, feed.normal) == (("test", "-d", "/srv/feeds"), 200, 0)
+    assert (stock.factor, stock.normal, stock.jobs) == ("connections", 3, ("b",))
+    assert health.needs_of("a") == [cache, feed]
+    assert health.needs_of("b") == health.needs_of(None) == [cache, feed, stock]
+    assert (config.job("a").max_rss_bytes, config.job("b").max_rss_bytes) == (10**9, 0)
+
+
+def test_everything_wrong_with_health_is_in_one_letter(tmp_path: Path) -> None:
+    found = letter(
+        tmp_path,
+        """
+        [health]
+        sample_interva = "60s"
+        check_interval = "0s"
+        bad_in_a_row = 0
+        critical = ["memori"]
+        dependency = [3]
+        [[health.database]]
+        name = "stock"
+        url = "sqlite:"
+        [[health.database]]
+        url = "tcp://localhost"
+        command = ["true"]
+        [[health.database]]
+        name = "stock"
+        url = "http:///x"
+        jobs = ["syncs"]
+        expect = 201
+        [jobs.sync]
+        """,
+    )
+    assert found == (
+        "The config file F/batchrun.toml cannot be used.\n"
+        '- [health] check_interval = "0s": at least 1 s is wanted\n'
+        "- [health] bad_in_a_row = 0: a whole number from 1 to 100 is wanted\n"
+        '- [health] critical = ["memori"]: "memory" or "connections" or "dependencies" is wanted\n'
+        "- [health] sample_interva: there is no such key or table; did you mean sample_interval?\n"
+        "- [[health.dependency]] number 1 must be a table, with a heading of its own\n"
+        '- [[health.database]] number 1 url = "sqlite:": a path is wanted, "sqlite:PATH"\n'
+        '- [[health.database]] number 2 url = "tcp://localhost": a port is wanted,'
+        ' "tcp://HOST:PORT"\n'
+        "- [[health.database]] number 2 command: there is no such key or table\n"
+        "- [[health.database]] number 2 name: is missing; it says what messages call it\n"
+        '- [[health.database]] number 3 url = "http:///x": a host is wanted, "http://HOST"\n'
+        "- [[health.database]] number 3 expect: there is no such key or table\n"
+        '- [[health.database]] number 3 name = "stock": another one has that name\n'
+        '- [[health.database]] number 3 jobs: there is no job "syncs"; did you mean sync?\n'
+        "Nothing was changed.\n"
+        "Correct it, then type: batchrun --config F/batchrun.toml jobs"
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ('name = "x"', "url or command: is missing"),
+        ('name = "x"\nurl = "tcp://h:1"\ncommand = ["a"]', "url or command: only one of them"),
+        ('name = "x"\nurl = "tcp://h:1"\nexpect = 200', "expect: only a url that begins with http"),
+        ('name = "x"\nurl = "tcp://h:port"', "Port could not be cast"),
+        ('name = "x"\nurl = "ftp://h"', "an address that begins with one of tcp:, http:, https:"),
+        ('name = "x"\nurl = { env = "A", file = "b" }', "an address that begins with one of"),
+        ('name = "x"\ncommand = "true"', "a list of words is wanted"),
+        ('name = "x"\ncommand = ["a", 1]', "text is wanted"),
+        ('name = "x"\nurl = "tcp://h:1"\ncritical = 1', "true or false is wanted"),
+        ('name = ""\nurl = "tcp://h:1"', "a name of 1 to 64 characters is wanted"),
+    ],
+)
+def test_a_dependency_that_cannot_be_asked_is_refused(tmp_path: Path, keys: str, why: str) -> None:
+    assert why in letter(tmp_path, f"[[health.dependency]]\n{keys}")
+
+
+def test_a_dependency_that_is_a_single_table_is_refused_with_the_heading_to_write(
+    tmp_path: Path,
+) -> None:
+    why = "- health.database must be a list: write [[health.database]] above each"
+    assert why in letter(tmp_path, '[health.database]\nname = "x"')
+
+
+def test_the_password_in_the_address_of_a_dependency_is_masked(tmp_path: Path) -> None:
+    text = '[[health.dependency]]\nname = "x"\nurl = "redis://:S3cr3t-99@cache"'
+    load_config(config_file(tmp_path, text))
+    assert mask_secrets("it is S3cr3t-99") == "it is ***"
 
 
 # --- trust ----------------------------------------------------------------------------------------
