@@ -2675,6 +2675,8 @@ STATE_AFTER = {
 }  # and failed after every other ending
 
 TABLES: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch"}
+TABLES |= {Reading: "reading", HealthCheck: "health_check"}
+GAUGES = ("rss_bytes", "open_files", "connections", "threads", "children")  # of a worker
 READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> value of a column
     "RunState": RunState,
     "ProcessIdentity": lambda text: ProcessIdentity(**json.loads(text)),
@@ -2889,6 +2891,25 @@ class Ledger:
         stuck = "(r.state IN ('succeeded', 'cancelled') OR c.error IS NOT NULL)"
         owned = ", ".join(f"'{state}'" for state in OWNED)
         return self._cleanups(f"c.done_at IS NULL AND {stuck} AND r.state NOT IN ({owned})")
+
+    def readings(self, run: Run, newest: int = 100) -> list[Reading]:
+        """Return the newest readings of a run, oldest first."""
+        return self._all(Reading, "WHERE run = ? ORDER BY id DESC LIMIT ?", run.key, newest)[::-1]
+
+    def health_checks(self, run: Run, newest: int = 100) -> list[HealthCheck]:
+        """Return the newest health checks of a run, oldest first."""
+        where = "WHERE run = ? ORDER BY id DESC LIMIT ?"
+        return self._all(HealthCheck, where, run.key, newest)[::-1]
+
+    def safe_points(self, run: Run, generation: int, newest: int = 200) -> dict[str, list[int]]:
+        """Return, by gauge, what an attempt used at its newest safe points, oldest first."""
+        rows = self._rows(
+            f"SELECT {', '.join(GAUGES)} FROM batch WHERE run = ? AND generation = ?"
+            " AND rss_bytes IS NOT NULL ORDER BY number DESC LIMIT ?",
+            *(run.key, generation, newest),
+        )
+        gauges = zip(GAUGES, zip(*reversed(rows), strict=True), strict=False)
+        return {name: [each for each in values if each is not None] for name, values in gauges}
 
     def newest_event(self) -> int:
         """Return the highest event id that was ever given."""
@@ -3271,6 +3292,43 @@ class Ledger:
             return run if run.finished else self._cancel(run, who, "a person decided so")
 
     # -- verbs: wishes and decisions -----------------------------------------------------
+
+    def record_reading(
+        self,
+        run: Run,
+        generation: int,
+        memory: Memory | None,
+        usage: Usage | None,
+        pressure: float | None,
+    ) -> None:
+        """Record, fenced, what a sample saw."""
+        columns: dict[str, object] = {"pressure": pressure}
+        if memory:
+            columns |= zip(("available_bytes", "limit_bytes", "limit_source"), memory, strict=True)
+        if usage:
+            columns |= usage._asdict()
+            known = usage.open_files is not None
+            columns["connections"] = sum(usage.connections.values()) if known else None
+        with self._owning(run, generation):
+            sql = "SELECT number FROM run WHERE key = ?"
+            columns["number"] = self._sql(sql, (run.key,)).fetchone()[0]
+            at = self._host.now()
+            self._insert("reading", run=run.key, generation=generation, at=at, **columns)
+
+    def record_health_check(
+        self,
+        run: Run,
+        generation: int,
+        factors: Mapping[str, str],
+        verdict: str,
+        why: str,
+        elapsed_s: float,
+    ) -> None:
+        """Record, fenced, what a health check found: each factor in words, and what follows."""
+        columns = {**factors, "verdict": verdict, "why": why, "elapsed_s": elapsed_s}
+        with self._owning(run, generation):
+            at = self._host.now()
+            self._insert("health_check", run=run.key, generation=generation, at=at, **columns)
 
     def request(self, run: Run, request: Request, who: str) -> None:
         """Ask something of a run that has a live owner; nothing outranks a cancel.
