@@ -32,6 +32,7 @@ The sections, bottom first; each uses only what stands above it:
      4. Checkpoints               where to go on; the encoding of cursors
      5. Ledger                    what happened; one verb, one transaction
      6. Locks and maintenance     who may run
+     7. Health                    readings and answers in, verdict out; probes
      8. Jobs                      what a job is, and what it is given; targets and sources
     10. Recovery                  what a start finds, and what makes it agree
     11. Worker                    one attempt: gate, batch, commit, cleanup
@@ -86,8 +87,9 @@ import apsw
 
 if TYPE_CHECKING:
     import hashlib
+    import subprocess
     from dataclasses import Field
-    from typing import NamedTuple
+    from typing import IO, NamedTuple
 
 VERSION = "0.1.0"
 T = TypeVar("T")
@@ -4067,6 +4069,868 @@ class StateDirectory:
 
 
 # ======================================================================================
+# 7. Health: is it well enough to go on?
+# ======================================================================================
+#
+# Readings in, verdict out; only the probes look at the world, in a process of their own.
+#
+#   factor         bad if and only if                                        unknown if
+#   memory         less than min_available is left, or the worker uses       it cannot be read
+#                  more than max_rss
+#   connections    a declared database does not answer, or has more than     one cannot be asked
+#                  `normal` connections of the worker, or these grow
+#   dependencies   a declared dependency, the state folder's disk or the     one cannot be asked
+#                  ledger is not as it should be
+#
+# Unknown is not bad. A factor *becomes* bad by `bad_in_a_row` checks in a row, and good again by
+# `good_in_a_row`; an unknown one stays bad if it is. A critical one is bad at once: memory below a
+# quarter of min_available, a disk below min_free, a ledger that cannot be written, a need marked
+# critical, a factor that [health] calls so. The verdict:
+#
+#   pause if and only if two factors or more are bad, or one that is critical
+#
+# Only what changes is told. While anything is bad, checks come `recheck_after` apart, then twice as
+# far each time, up to check_interval; each wait is drawn from 0.75 to 1.25 of that, so that many
+# jobs do not come at once.
+#
+# A probe can hang for ever: in a resolver, in a connection that is accepted and never answered. All
+# probes of a round run in one child process, each in a thread; what has not answered in its time is
+# bad, and at the end the whole process group is killed. The child gets its questions in a file
+# without a name, as they may hold passwords. What cannot be asked (no driver, no room for a
+# process) is unknown. A tcp: or unix: probe only sees whether the kernel takes a connection, and a
+# frozen server's kernel does: http:, redis: and databases are asked for an answer and do not have
+# that blind spot.
+#
+# A leak is a gauge that rose over the last 12 safe points or more of an attempt: nearly every pair
+# of points in order (noise and saw teeth are not), as fast at the end as before (warming up is
+# not), above what it was ever before, and by an amount that matters. Its slope is the median of all
+# slopes between two points (Theil and Sen). A saw tooth longer than those points looks like a leak
+# the first time, and never again.
+
+KILL_SHARE = 4  # below a quarter of min_available the kernel's killer is near
+PROBE_START_S = 10.0  # what a busy machine may take to start the probes' process
+LEAK_POINTS = (12, 24, 48)
+LEAK_WARM_UP = 3
+LEAK_ORDER = 0.9  # of all pairs, less the pairs against the order; 1: rises at every step
+LEAK_LEAST = {"rss_bytes": 16_000_000}  # over all points; 4 of any other gauge
+
+
+class Factor(NamedTuple):
+    """One of the `FACTORS` as a check found it: its state, and why in words."""
+
+    name: str
+    state: Wellness
+    why: str
+    critical: bool = False  # if it is bad, it pauses alone
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.why}"
+
+
+class Answer(NamedTuple):
+    """What came back from asking for one need.
+
+    Attributes:
+        peers: the other ends that connections to it may have.
+        connections: how many of them the worker has; None if they cannot be counted.
+    """
+
+    name: str
+    state: Wellness
+    why: str
+    elapsed_s: float = 0.0
+    peers: Sequence[Peer] = ()
+    connections: int | None = None
+
+
+class Verdict(NamedTuple):
+    """Whether to pause, and why in one line."""
+
+    pause: bool
+    why: str
+
+    def __str__(self) -> str:
+        return "pause" if self.pause else "go on"
+
+
+WELL = Verdict(pause=False, why="well")
+
+
+# -- from what was seen to factors ---------------------------------------------------------------
+
+
+def memory_factor(
+    memory: Memory | None, usage: Usage | None, health: HealthConfig, max_rss_bytes: int = 0
+) -> Factor:
+    """Judge memory: what is left of it, and what the worker uses."""
+    always = "memory" in health.critical
+    if usage and max_rss_bytes and usage.rss_bytes > max_rss_bytes:
+        over = f"the worker uses {size_text(usage.rss_bytes)}, over its max_rss of"
+        return Factor("memory", Wellness.BAD, f"{over} {size_text(max_rss_bytes)}", always)
+    if memory is None:
+        return Factor("memory", Wellness.UNKNOWN, "what is left cannot be read")
+    left, limit = size_text(memory.available_bytes), size_text(memory.limit_bytes)
+    why = f"{left} available of {limit} ({memory.source})"
+    if memory.available_bytes * KILL_SHARE < health.min_available_bytes:
+        return Factor("memory", Wellness.BAD, f"{why}, about to be killed", critical=True)
+    low = memory.available_bytes < health.min_available_bytes
+    return Factor("memory", Wellness.BAD if low else Wellness.OK, why, low and always)
+
+
+def connections_factor(
+    answers: Iterable[tuple[Need, Answer]], health: HealthConfig, growth: str = ""
+) -> Factor:
+    """Judge the databases: whether each lets in, and how many connections the worker has.
+
+    `growth` says by how much they grow over the safe points, if they do.
+    """
+    judged = [(need, _counted(need, answer)) for need, answer in answers]
+    if growth:
+        judged.append((OWN, Answer("", Wellness.BAD, growth)))
+    return _of_needs("connections", judged, health)
+
+
+def _counted(need: Need, answer: Answer) -> Answer:
+    """Return an answer in which the number of connections is judged too."""
+    count = answer.connections
+    if answer.state != Wellness.OK or not need.normal or count is None:
+        return answer
+    why = f"{count} connection{'s' * (count != 1)}, {need.normal} are normal"
+    state = Wellness.BAD if count > need.normal else Wellness.OK
+    return answer._replace(state=state, why=why)
+
+
+def dependencies_factor(answers: Iterable[tuple[Need, Answer]], health: HealthConfig) -> Factor:
+    """Judge what the job depends on, the state folder's disk and the ledger included."""
+    return _of_needs("dependencies", list(answers), health)
+
+
+def _of_needs(name: str, judged: list[tuple[Need, Answer]], health: HealthConfig) -> Factor:
+    """Return a factor that is as well as the worst of what belongs to it."""
+    for state in (Wellness.BAD, Wellness.UNKNOWN):
+        found = [(need, answer) for need, answer in judged if answer.state == state]
+        if found:
+            why = ", ".join(f"{asked(need)} {answer.why}".strip() for need, answer in found)
+            critical = name in health.critical or any(need.critical for need, _ in found)
+            return Factor(name, state, why, critical and state == Wellness.BAD)
+    return Factor(name, Wellness.OK, "all answer" if judged else "none is declared")
+
+
+def asked(need: Need) -> str:
+    """Return what is asked for a need, `cache tcp://10.0.0.5:6379`; without a password."""
+    where = need.url if isinstance(need.url, str) else ""
+    return mask_secrets(" ".join(filter(None, (need.name, where, _typed(*need.command)))))
+
+
+def size_text(size_bytes: float) -> str:
+    """Return a size for people, `120 MB`, `3.1 GB`."""
+    unit, name = next(pair for pair in SIZE_UNITS if size_bytes >= pair[0] or pair[0] == 1)
+    amount = size_bytes / unit
+    return f"{amount:.1f} {name}" if amount < 10 and unit > 1 else f"{amount:.0f} {name}"
+
+
+SIZE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
+OWN = Need("", "", "", 0, critical=False, jobs=())  # what batchrun itself looks at
+DISK = OWN._replace(name="the state folder's disk", critical=True)
+LEDGER = OWN._replace(name="the ledger", critical=True)
+
+
+def disk_answer(free_bytes: int, min_free_bytes: int) -> Answer:
+    """Judge the disk that the ledger and the checkpoints are on."""
+    low = free_bytes < min_free_bytes
+    why = f"has {size_text(free_bytes)} free, min_free is {size_text(min_free_bytes)}"
+    return Answer(DISK.name, Wellness.BAD if low else Wellness.OK, why)
+
+
+# -- from factors to a verdict ---------------------------------------------------------------------
+
+
+def verdict_of(factors: Iterable[Factor]) -> Verdict:
+    """Judge factors: two that are bad pause, or one that is critical; unknown is not bad."""
+    bad = [factor for factor in factors if factor.state == Wellness.BAD]
+    critical = [factor for factor in bad if factor.critical]
+    why = "; ".join(f"{factor.name}: {factor.why}" for factor in bad)
+    if critical and len(bad) == 1:
+        return Verdict(pause=True, why=f"a critical factor is bad: {why}")
+    if len(bad) > 1:
+        count = "two" if len(bad) == 2 else "three"
+        return Verdict(pause=True, why=f"{count} factors are bad: {why}")
+    if bad:
+        return Verdict(pause=False, why=f"one factor is bad, which alone does not pause: {why}")
+    return WELL
+
+
+class Judgement(NamedTuple):
+    """What follows from a check.
+
+    Attributes:
+        told: a line for people; empty if nothing changed.
+        next_s: when to check again, on the clock that was given.
+    """
+
+    verdict: Verdict
+    told: str
+    next_s: float
+
+
+class HealthMonitor:
+    """Makes of one check after another a verdict that does not flap.
+
+    Attributes:
+        verdict: the newest one.
+    """
+
+    def __init__(self, health: HealthConfig, random: Callable[[], float]) -> None:
+        self._health, self._random = health, random  # random: from 0 to below 1
+        self._bad: dict[str, Factor] = {}  # the factors that have become bad, as last seen so
+        self._in_a_row = dict.fromkeys(FACTORS, 0)  # checks that speak against what a factor is
+        self._since_well = 0
+        self.verdict = WELL
+
+    def judge(self, factors: Sequence[Factor], now_s: float) -> Judgement:
+        """Take one check's factors up; the clock is any that nobody sets."""
+        before, paused = set(self._bad), self.verdict.pause
+        for factor in factors:
+            self._take(factor)
+        self.verdict = verdict_of(self._bad.values())
+        well_now = not any(factor.state == Wellness.BAD for factor in factors)
+        self._since_well = 0 if well_now else self._since_well + 1
+        changed = set(self._bad) != before or self.verdict.pause != paused
+        told = self._told(before, factors) if changed else ""
+        return Judgement(self.verdict, told, now_s + self._wait_s())
+
+    def _take(self, factor: Factor) -> None:
+        """Let one factor become bad or good, if it was so often enough in a row."""
+        name, is_bad = factor.name, factor.state == Wellness.BAD
+        was_bad = name in self._bad
+        if is_bad and (was_bad or factor.critical or self._next(name) >= self._health.bad_in_a_row):
+            self._bad[name], self._in_a_row[name] = factor, 0
+        elif was_bad and factor.state == Wellness.OK:
+            if self._next(name) >= self._health.good_in_a_row:
+                del self._bad[name]
+                self._in_a_row[name] = 0
+        elif not is_bad:
+            self._in_a_row[name] = 0
+
+    def _next(self, name: str) -> int:
+        self._in_a_row[name] += 1
+        return self._in_a_row[name]
+
+    def _told(self, before: set[str], factors: Sequence[Factor]) -> str:
+        """Return the line for a change: what is bad now, or what is well again."""
+        well = [f for f in factors if f.name in before - self._bad.keys()]
+        said = "; ".join(f"{factor.name}: {factor.why}" for factor in well)
+        again = f"; well again: {said}" if well else ""
+        return f"health: {self.verdict}: {self.verdict.why}{again}"
+
+    def _wait_s(self) -> float:
+        """Return how long to wait: seconds after a first bad check, then longer and longer."""
+        health = self._health
+        wait_s = health.check_interval_s
+        if self._since_well or self._bad:
+            doubled = health.recheck_after_s * 2 ** min(max(self._since_well - 1, 0), 30)
+            wait_s = min(doubled, wait_s)
+        return wait_s * (0.75 + self._random() / 2)
+
+
+# -- leaks --------------------------------------------------------------------------------------
+
+
+class Growth(NamedTuple):
+    """A gauge that rises from safe point to safe point."""
+
+    gauge: str
+    slope: float  # a batch
+    batches: int
+
+    def __str__(self) -> str:
+        amount = size_text(self.slope) if self.gauge == "rss_bytes" else f"{self.slope:.2g}"
+        name = self.gauge.removesuffix("_bytes").replace("_", " ")
+        return f"{name} grew {amount} a batch over {self.batches} batches"
+
+
+def growth(gauge: str, values: Sequence[int]) -> Growth | None:
+    """Return how a gauge leaks, if it does: `values` are an attempt's safe points, oldest first."""
+    values = values[LEAK_WARM_UP:]
+    for count in reversed(LEAK_POINTS):
+        before, points = values[:-count], values[-count:]
+        if len(points) == count and _rises(points) and points[-1] > max(before, default=-1):
+            pairs = ((i, j) for j in range(count) for i in range(j))
+            slope = _median([(points[j] - points[i]) / (j - i) for i, j in pairs])
+            if slope * count >= LEAK_LEAST.get(gauge, 4):
+                return Growth(gauge, slope, count)
+    return None
+
+
+def _rises(points: Sequence[int]) -> bool:
+    """Tell whether points rise: nearly all pairs in order, and as fast at the end as before."""
+    count = len(points)
+    pairs = [(points[i], points[j]) for j in range(count) for i in range(j)]
+    up, down = sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)
+    if up - down < LEAK_ORDER * (up + down) or 3 * up < 2 * len(pairs):
+        return False
+    third = count // 3
+    first, middle, last = (_median(points[n * third : (n + 1) * third]) for n in range(3))
+    return last - middle >= (middle - first) / 2
+
+
+def _median(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+# -- probes: the process that asks ---------------------------------------------------------------
+
+
+class Question(NamedTuple):
+    """What a probe asks, as JSON from the parent."""
+
+    name: str
+    url: str
+    command: list[str]
+    expect: int
+    timeout_s: float
+
+
+class Unwell(Exception):
+    """An answer came back, and it was not the right one; says which."""
+
+
+class NotAsked(Exception):
+    """The question could not be put; says why."""
+
+
+def probe_main() -> None:
+    """Answer the questions in the file handed over, a line of JSON each; end the whole group."""
+    import queue
+    import threading
+
+    host, answers = Host(), queue.SimpleQueue[Answer]()
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    host.ask_for_signal_at_parents_death(signal.SIGTERM)
+    try:
+        with os.fdopen(int(sys.argv[1])) as file:
+            questions = [Question(*row) for row in json.load(file)]
+        began = host.monotonic()
+        for question in questions:
+            work = functools.partial(_answer_into, answers.put, question, host)
+            threading.Thread(target=work, daemon=True).start()
+        waiting = {question.name: question for question in questions}
+        while waiting:
+            late_s = began + min(question.timeout_s for question in waiting.values())
+            with contextlib.suppress(queue.Empty):
+                answer = answers.get(timeout=max(late_s - host.monotonic(), 0))
+                if waiting.pop(answer.name, None):
+                    write_line(1, json.dumps(answer))
+            passed_s = host.monotonic() - began
+            for each in [each for each in waiting.values() if each.timeout_s <= passed_s]:
+                write_line(1, json.dumps(no_answer(waiting.pop(each.name), passed_s)))
+    finally:
+        os.killpg(0, signal.SIGKILL)  # commands that hang, and this process
+
+
+def no_answer(question: Question, elapsed_s: float) -> Answer:
+    """Return the answer of a probe that gave none."""
+    return Answer(
+        question.name, Wellness.BAD, f"gives no answer within {question.timeout_s:g} s", elapsed_s
+    )
+
+
+def _answer_into(put: Callable[[Answer], object], question: Question, host: Host) -> None:
+    """Ask one question and put the answer where it is waited for, whatever happens."""
+    began, peers = host.monotonic(), list[Peer]()
+    remember_secret(question.url)
+    _remember_parts("", question.url)
+    ask = PROBES[question.url.partition(":")[0]]
+    try:
+        state, why = Wellness.OK, ask(question, peers)
+    except TimeoutError:
+        state, why = no_answer(question, 0)[1:3]
+    except (NotAsked, ImportError) as error:
+        state, why = Wellness.UNKNOWN, f"cannot be asked: {error}"
+    except BaseException as error:  # noqa: BLE001 - a driver may raise anything
+        state, why = Wellness.BAD, _said_why(error)
+    why = mask_secrets(" ".join(why.split()))[:300]
+    put(Answer(question.name, state, why, host.monotonic() - began, [*dict.fromkeys(peers)]))
+
+
+def _said_why(error: BaseException) -> str:
+    """Return in words why a probe failed."""
+    match error:
+        case Unwell():
+            return str(error)
+        case ConnectionRefusedError():
+            return "refuses connections"
+        case BlockingIOError():
+            return "takes no more connections, its backlog is full"
+        case OSError(strerror=str(why)):
+            return f"cannot be reached: {why}"
+    return f"does not answer as it should: {str(error) or type(error).__name__}"
+
+
+def _connected(question: Question, peers: list[Peer], port: int) -> Any:
+    """Connect to the host of a URL and return the socket; note all addresses it has."""
+    import socket
+    from urllib.parse import urlsplit
+
+    parts = urlsplit(question.url)
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise Unwell(f"its name cannot be resolved: {getattr(error, 'strerror', error)}") from error
+    peers += dict.fromkeys(Peer(str(address[0]), int(address[1])) for *_, address in found)
+    for peer in peers[:-1]:
+        with contextlib.suppress(OSError):
+            return socket.create_connection(peer, question.timeout_s)
+    return socket.create_connection(peers[-1], question.timeout_s)
+
+
+def _ask_tcp(question: Question, peers: list[Peer]) -> str:
+    _connected(question, peers, 0).close()
+    return "takes connections"
+
+
+def _ask_unix(question: Question, peers: list[Peer]) -> str:
+    import socket
+
+    path = str(Path(url_path(question.url)).absolute())
+    peers.append(Peer(path))
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(question.timeout_s)
+        try:
+            client.connect(path)
+        except FileNotFoundError:
+            raise Unwell("is not there") from None
+    return "takes connections"
+
+
+def _ask_redis(question: Question, peers: list[Peer]) -> str:
+    from urllib.parse import unquote, urlsplit
+
+    parts = urlsplit(question.url)
+    login = [unquote(part) for part in (parts.username, parts.password) if part]
+    with _connected(question, peers, 6379) as server, server.makefile("rwb") as stream:
+        for words in (["AUTH", *login], ["PING"])[not parts.password :]:
+            line = "".join(f"${len(word.encode())}\r\n{word}\r\n" for word in words)
+            stream.write(f"*{len(words)}\r\n{line}".encode())
+            stream.flush()
+            reply = stream.readline(500).decode(errors="replace").strip()
+            if not reply.startswith("+"):
+                raise Unwell(f"answers {words[0]} with {reply or 'nothing'}")
+    return f"answers PING with {reply[1:]}"
+
+
+def _ask_http(question: Question, peers: list[Peer]) -> str:
+    import base64
+    import http.client
+    from urllib.parse import unquote, urlsplit
+
+    parts = urlsplit(question.url)
+    secure, headers = parts.scheme == "https", {"User-Agent": f"batchrun/{VERSION}"}
+    if parts.password is not None:
+        login = f"{unquote(parts.username or '')}:{unquote(parts.password)}".encode()
+        headers["Authorization"] = f"Basic {base64.b64encode(login).decode()}"
+    server = _connected(question, peers, 443 if secure else 80)
+    if secure:
+        import ssl
+
+        server = ssl.create_default_context().wrap_socket(server, server_hostname=parts.hostname)
+    connection = http.client.HTTPConnection(parts.netloc.rpartition("@")[2])
+    connection.sock = server
+    path = (parts.path or "/") + f"?{parts.query}" * bool(parts.query)
+    connection.request("GET", path, headers=headers)
+    code = connection.getresponse().status
+    if code != question.expect:
+        raise Unwell(f"answers HTTP {code} instead of {question.expect}")
+    return f"answers HTTP {code}"
+
+
+def _ask_sqlite(question: Question, peers: list[Peer]) -> str:
+    path = Path(url_path(question.url)).resolve()
+    peers.append(Peer(str(path)))
+    if not path.exists():
+        raise Unwell("is not there")
+    connection = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)
+    connection.set_busy_timeout(int(question.timeout_s * 1000))
+    count = connection.execute("SELECT count(*) FROM sqlite_schema WHERE type = 'table'").get
+    return f"can be read, {count} tables"
+
+
+def _ask_postgres(question: Question, peers: list[Peer]) -> str:
+    import socket
+    from urllib.parse import urlsplit
+
+    import psycopg  # an extra
+
+    if urlsplit(question.url).hostname and "," not in question.url:
+        _connected(question, peers, 5432).close()
+    limit_s = max(2, int(question.timeout_s))
+    with psycopg.connect(question.url, autocommit=True, connect_timeout=limit_s) as connection:
+        end = socket.socket(fileno=os.dup(connection.fileno())).getpeername()
+        peers.append(Peer(end) if isinstance(end, str) else Peer(*end[:2]))
+        connection.execute("SELECT 1")
+    return "answers SELECT 1"
+
+
+def _ask_command(question: Question, peers: list[Peer]) -> str:
+    import subprocess
+
+    del peers
+    pipe, out = subprocess.PIPE, subprocess.STDOUT
+    nothing, words = subprocess.DEVNULL, question.command
+    try:
+        command = subprocess.Popen(words, stdin=nothing, stdout=pipe, stderr=out)
+    except OSError as error:
+        raise NotAsked(error.strerror) from error
+    said, output = b"", cast("IO[bytes]", command.stdout).fileno()
+    while piece := os.read(output, 65_536):
+        said = (said + piece)[-1000:]
+    code = command.wait()
+    last = said.decode(errors="replace").strip().rpartition("\n")[2]
+    ended = f"ended with exit {code}" if code >= 0 else f"was killed by signal {-code}"
+    if code:
+        raise Unwell(f"{ended}: {last}" if last else ended)
+    return ended
+
+
+PROBES: dict[str, Callable[[Question, list[Peer]], str]] = {
+    "": _ask_command,
+    "tcp": _ask_tcp,
+    "unix": _ask_unix,
+    "redis": _ask_redis,
+    "http": _ask_http,
+    "https": _ask_http,
+    "sqlite": _ask_sqlite,
+    "postgres": _ask_postgres,
+    "postgresql": _ask_postgres,
+}
+
+
+# -- probes: the process that waits --------------------------------------------------------------
+
+
+class Inquiry:
+    """One round of probes, in a child process; never waits but in `wait`.
+
+    Call `poll` until it is true, or `end` at any time; a supervisor before it reaps the children
+    of others. One object is one round.
+
+    Attributes:
+        answers: what has come back so far, by the name of the need.
+    """
+
+    def __init__(self, needs: Iterable[Need], folder: Path, host: Host) -> None:
+        self._host, self._rest = host, b""
+        self._process: subprocess.Popen[bytes] | None = None
+        self.answers: dict[str, Answer] = {}
+        self._waiting: dict[str, Question] = {}
+        for need in needs:
+            try:
+                url, command = need.address(folder), list(need.command)
+            except ValueError as error:
+                self.answers[need.name] = Answer(need.name, Wellness.UNKNOWN, str(error))
+            else:
+                question = Question(need.name, url, command, need.expect, need.timeout_s)
+                self._waiting[need.name] = question
+        limits = [question.timeout_s for question in self._waiting.values()]
+        self._until_s = host.monotonic() + PROBE_START_S + max(limits, default=0)
+        if self._waiting:
+            self._start(folder)
+
+    def _start(self, folder: Path) -> None:
+        import subprocess  # 25 ms, where something is asked
+
+        file = os.memfd_create("questions")
+        try:
+            reach("probe.start")
+            write_all(file, json.dumps(list(self._waiting.values())).encode())
+            os.lseek(file, 0, os.SEEK_SET)
+            self._process = subprocess.Popen(
+                own_interpreter("probe_main", str(file)),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[file],
+                process_group=0,
+                cwd=folder,
+            )
+            os.set_blocking(cast("IO[bytes]", self._process.stdout).fileno(), False)
+        except OSError as error:
+            self._give_up(f"cannot be asked: {error.strerror}")
+        finally:
+            os.close(file)
+
+    def poll(self) -> bool:
+        """Take up what has come back; tell whether nothing is waited for any more."""
+        if self._process is not None and self._process.stdout is not None:
+            with contextlib.suppress(BlockingIOError):
+                while piece := os.read(self._process.stdout.fileno(), 65_536):
+                    self._take(piece)
+                self._give_up("cannot be asked: the probes' process went away")
+            if self._waiting and self._host.monotonic() > self._until_s:
+                self._give_up("cannot be asked: the probes' process does not get on")
+            if not self._waiting:
+                self.end()
+        return not self._waiting
+
+    def _take(self, piece: bytes) -> None:
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            name, state, why, elapsed_s, peers, _ = json.loads(line)
+            found = tuple(Peer(*peer) for peer in peers)
+            self.answers[name] = Answer(name, Wellness(state), mask_secrets(why), elapsed_s, found)
+            self._waiting.pop(name, None)
+
+    def _give_up(self, why: str) -> None:
+        for name in self._waiting:
+            self.answers[name] = Answer(name, Wellness.UNKNOWN, why)
+        self._waiting.clear()
+
+    def end(self) -> None:
+        """Kill the probes, whatever they are at."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._give_up("was not asked to the end")
+        with contextlib.suppress(OSError):  # it may have killed itself
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(Exception):  # one that hangs in the kernel is reaped later
+            process.wait(0.5)
+        if process.stdout:
+            process.stdout.close()
+
+    def wait(self) -> dict[str, Answer]:
+        """Wait for the end of the round and return the answers."""
+        try:
+            while not self.poll():
+                self._host.sleep(BUSY_STEP_S)
+        finally:
+            self.end()
+        return self.answers
+
+
+def with_connections(answers: Mapping[str, Answer], usage: Usage | None) -> dict[str, Answer]:
+    """Return answers with the number of connections that a worker has to each."""
+    counts = usage.connections if usage else {}
+    return {name: each._replace(connections=counts.get(name)) for name, each in answers.items()}
+
+
+# -- on time -------------------------------------------------------------------------------------
+
+
+class HealthWatch:
+    """Takes the readings and makes the checks of one run when they are due; never waits.
+
+    Attributes:
+        verdict: the newest one.
+    """
+
+    def __init__(self, config: Config, job: str, ledger: Ledger, host: Host) -> None:
+        import random  # only to spread the checks of many jobs
+
+        self._config, self._job, self._ledger, self._host = config, config.job(job), ledger, host
+        self._health, self._needs = config.health, config.health.needs_of(job)
+        self._monitor = HealthMonitor(self._health, random.random)
+        self._peers: dict[str, Sequence[Peer]] = {}
+        self._inquiry: Inquiry | None = None
+        self._began_s = now_s = host.monotonic()
+        self._sample_s = now_s + self._health.sample_interval_s
+        self._check_s = now_s + self._health.check_interval_s
+        self._of_ledger = Answer(LEDGER.name, Wellness.OK, "")
+
+    @property
+    def verdict(self) -> Verdict:
+        """The newest verdict."""
+        return self._monitor.verdict
+
+    def beat(self, run: Run, generation: int, worker: int | None) -> Verdict:
+        """Do what is due, for a worker's pid if there is one; call it a few times a second.
+
+        Raises:
+            LostOwnership: another generation took the run over.
+            OutcomeUnknown: the ledger's disk cannot be trusted any more.
+        """
+        now_s = self._host.monotonic()
+        if now_s >= self._sample_s:
+            self._sample_s = now_s + self._health.sample_interval_s
+            memory, usage = self._host.memory(worker), self._used(worker)
+            pressure = self._host.memory_pressure()
+            self._keep(
+                lambda: self._ledger.record_reading(run, generation, memory, usage, pressure)
+            )
+        if self._inquiry is None and now_s >= self._check_s:
+            self._began_s = now_s
+            self._inquiry = Inquiry(self._needs, self._config.folder, self._host)
+        if self._inquiry is not None and self._inquiry.poll():
+            answers, self._inquiry = self._inquiry.answers, None
+            self._check(run, generation, worker, answers)
+        return self.verdict
+
+    def check_soon(self) -> None:
+        """Let the next beat begin a check, as before a new attempt."""
+        self._check_s = self._host.monotonic()
+
+    def end(self) -> None:
+        """Kill the probes that are on their way."""
+        if self._inquiry is not None:
+            self._inquiry.end()
+
+    def _used(self, worker: int | None) -> Usage | None:
+        return None if worker is None else self._host.usage(worker, self._peers)
+
+    def _check(
+        self, run: Run, generation: int, worker: int | None, answers: Mapping[str, Answer]
+    ) -> None:
+        """Judge what came back, and record it; say what changed."""
+        self._peers |= {
+            need.name: answers[need.name].peers or self._peers.get(need.name, ())
+            for need in self._needs
+            if need.normal
+        }
+        memory, usage = self._host.memory(worker), self._used(worker)
+        factors = self._factors(memory, usage, with_connections(answers, usage), run, generation)
+        now_s = self._host.monotonic()
+        judged = self._monitor.judge(factors, now_s)
+        self._check_s = judged.next_s
+        found = {factor.name: str(factor) for factor in factors}
+        verdict, why = str(judged.verdict), judged.verdict.why
+        self._keep(
+            lambda: self._ledger.record_health_check(
+                run, generation, found, verdict, why, now_s - self._began_s
+            )
+        )
+        if judged.told:
+            self._keep(lambda: self._ledger.note("health", SAID, judged.told, run=run))
+
+    def _factors(
+        self,
+        memory: Memory | None,
+        usage: Usage | None,
+        answers: Mapping[str, Answer],
+        run: Run,
+        generation: int,
+    ) -> list[Factor]:
+        grown = growth(
+            "connections", self._ledger.safe_points(run, generation).get("connections", ())
+        )
+        free_bytes = self._host.free_bytes(self._config.state)
+        own = [(DISK, disk_answer(free_bytes, self._config.min_free_bytes))]
+        own.append((LEDGER, self._of_ledger))
+        pairs = [(need, answers[need.name]) for need in self._needs]
+        databases = [pair for pair in pairs if pair[0].factor == "connections"]
+        others = [pair for pair in pairs if pair[0].factor == "dependencies"]
+        return [
+            memory_factor(memory, usage, self._health, self._job.max_rss_bytes),
+            connections_factor(databases, self._health, str(grown or "")),
+            dependencies_factor(others + own, self._health),
+        ]
+
+    def _keep(self, record: Callable[[], object]) -> None:
+        """Record something; a ledger that cannot be written is a finding of the next check."""
+        self._of_ledger = Answer(LEDGER.name, Wellness.OK, "")
+        try:
+            record()
+        except OutcomeUnknown:
+            raise
+        except (StateDirectoryError, Busy) as error:
+            self._of_ledger = Answer(LEDGER.name, Wellness.BAD, f"cannot be written: {error.what}")
+
+
+# -- all of it once, explained -------------------------------------------------------------------
+
+
+class Examined(NamedTuple):
+    """What `doctor` asked once: what came back, how long it took, and what it means."""
+
+    name: str
+    asked: str
+    state: Wellness
+    answer: str
+    means: str
+    elapsed_s: float
+
+
+def examine(state: StateDirectory, config: Config, job: str | None, host: Host) -> list[Examined]:
+    """Run every probe and gauge once: what a job needs, or what any does. Changes nothing."""
+    health, rows = config.health, list[Examined]()
+    needs = health.needs_of(job)
+    began = host.monotonic()
+    memory = memory_factor(host.memory(), None, health)
+    least = f"below {size_text(health.min_available_bytes)} (min_available)"
+    means = f"{least} memory is bad, below a quarter of it critical"
+    rows.append(_examined("memory", "memory", memory, means, host.monotonic() - began))
+    began, pressure = host.monotonic(), host.memory_pressure()
+    found = "not told by this kernel" if pressure is None else f"{pressure:g} % in the last 10 s"
+    factor = Factor("pressure", Wellness.OK, found)
+    means = "how much somebody waits for memory; it is recorded and not judged"
+    rows.append(_examined("pressure", "memory pressure", factor, means, host.monotonic() - began))
+    began, fit = host.monotonic(), _fitness(state)
+    means = "without it no run starts, and one that runs is paused at once"
+    rows.append(_examined("state", f"state {state.path}", fit, means, host.monotonic() - began))
+    answers = Inquiry(needs, config.folder, host).wait()
+    usage, ends = None, {need.name: answers[need.name].peers for need in needs if need.normal}
+    if job and (worker := _living_worker(state, job, host)):
+        began, usage = host.monotonic(), host.usage(worker, ends)
+        factor = Factor("worker", Wellness.OK, usage_text(usage) if usage else "is gone")
+        means = "growth from safe point to safe point is a leak"
+        rows.append(
+            _examined("worker", f"worker {worker}", factor, means, host.monotonic() - began)
+        )
+    answers = with_connections(answers, usage)
+    for need in needs:
+        counted = _counted(need, answers[need.name])
+        factor = Factor(need.factor, counted.state, counted.why, need.critical)
+        means = _consequence(need, counted.state, health)
+        rows.append(_examined(need.name, asked(need), factor, means, counted.elapsed_s))
+    return rows
+
+
+def _examined(name: str, what: str, factor: Factor, means: str, elapsed_s: float) -> Examined:
+    return Examined(name, what, factor.state, factor.why, means, round(elapsed_s, 6))
+
+
+def _consequence(need: Need, state: Wellness, health: HealthConfig) -> str:
+    """Return what it means that a need is as it is."""
+    if state == Wellness.UNKNOWN:
+        return "unknown is not bad: nobody would notice if it went away"
+    alone = need.critical or need.factor in health.critical
+    follows = "that pauses a run alone" if alone else "two bad factors pause a run"
+    return f"while it is bad, {need.factor} is bad: {follows}"
+
+
+def _fitness(state: StateDirectory) -> Factor:
+    """Judge the state directory and the ledger in it."""
+    try:
+        state.require_fit(create=False)
+        state.open_ledger(create=False, write=False).close()
+    except NotFound:
+        return Factor("state", Wellness.OK, "is not there yet; a first run makes it")
+    except BatchrunError as error:
+        return Factor("state", Wellness.BAD, error.what, critical=True)
+    return Factor("state", Wellness.OK, state.warning() or "can be used")
+
+
+def _living_worker(state: StateDirectory, job: str, host: Host) -> int | None:
+    """Return the pid of the worker of a job's run that goes on now."""
+    with (
+        contextlib.suppress(BatchrunError),
+        contextlib.closing(state.open_ledger(create=False, write=False)) as ledger,
+    ):
+        run = ledger.unfinished(job)
+        attempt = run and ledger.last_attempt(run)
+        if attempt and attempt.worker and host.is_alive(attempt.worker):
+            return attempt.worker.pid
+    return None
+
+
+def usage_text(usage: Usage) -> str:
+    """Return what a worker uses, for people."""
+    files = "?" if usage.open_files is None else usage.open_files
+    rest = f"{files} open files, {usage.threads} threads, {usage.children} children"
+    return f"{size_text(usage.rss_bytes)} of memory, {rest}"
+
+
+# ======================================================================================
 # 8. Jobs: what a job is, and what it is given; sources
 # ======================================================================================
 #
@@ -7380,10 +8244,6 @@ ONE_STOP_S = {signal.SIGINT: 0.2}  # a second signal sooner than this is the sam
 ONE_STOP_DEFAULT_S = 1.0
 KILL_AFTER_INTERRUPT_S = 10.0  # or stop_grace again, if that is less
 ORPHAN_GRACE_S = 2.0
-WORKER_BOOT = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); import batchrun; del sys.path[0]; "
-    "batchrun.worker_main()"
-)
 
 
 class Launch(NamedTuple):
@@ -7846,10 +8706,9 @@ class WorkerProcess:
         self._strangers = set(host.children())  # of whoever became this process by exec
         log = open_log(log_path)
         context = {"BATCHRUN_RUN_ID": run.id, "BATCHRUN_GENERATION": str(order.generation)}
-        here = str(Path(__file__).resolve().parent)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", WORKER_BOOT, here, json.dumps(order._asdict())],
+                own_interpreter("worker_main", json.dumps(order._asdict())),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -8181,6 +9040,15 @@ def progress_text(run: Run, rate: float) -> str:
     share = min(1.0, run.read / run.expected)
     return (
         f"{share:4.0%}  {run.read:>{len(f'{run.expected:,}')},} of {run.expected:,} {speed} {left}"
+    )
+
+
+def render_examined(rows: Iterable[Examined]) -> str:
+    """Return what `doctor` asked, what came back, and what it means."""
+    return "\n".join(
+        f"{row.state:8} {row.asked} {row.answer} ({row.elapsed_s * 1000:.0f} ms)\n"
+        f"         {row.means}"
+        for row in rows
     )
 
 
@@ -8756,6 +9624,18 @@ def jobs_command(app: App) -> ExitCode:
     for letter in wrong:
         app.console.letter(str(letter), letter.exit_code)
     return wrong[0].exit_code if wrong else ExitCode.DONE
+
+
+@command("Set up", word("job", required=False), exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND])
+def doctor_command(app: App, *, job: str | None) -> ExitCode:
+    """Ask once for all that health checks ask for, and explain each answer."""
+    check_trusted(app.config.path, what="the configuration")
+    if job is not None:
+        app.config.job(job)
+    rows = examine(app.state, app.config, job, app.host)
+    app.console.result(render_examined(rows), {"examined": [row._asdict() for row in rows]})
+    wrong = any(row.state != Wellness.OK for row in rows)
+    return ExitCode.FINDINGS if wrong else ExitCode.DONE
 
 
 # -- click ---------------------------------------------------------------------------------------

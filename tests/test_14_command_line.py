@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import select
 import signal
 import socket
@@ -716,3 +717,69 @@ def test_a_folder_whose_path_is_not_utf_8_is_refused_in_words(project: Project) 
     folder.mkdir()
     ended = project.run("init", ".", cwd=folder)
     assert (ended.code, "is not UTF-8." in ended.err, list(folder.iterdir())) == (2, True, [])
+
+
+# --- doctor ---------------------------------------------------------------------------------------
+
+
+def sick_project(project: Project) -> None:
+    project.write(
+        """
+        [[health.dependency]]
+        name = "feed"
+        command = ["sh", "-c", "echo not mounted; exit 1"]
+        critical = true
+        [[health.dependency]]
+        name = "of b alone"
+        url = { env = "NO_SUCH_URL" }
+        jobs = ["b"]
+        [[health.database]]
+        name = "stock"
+        url = "sqlite:stock.db"
+        [jobs.a]
+        [jobs.b]
+        """
+    )
+    (project.folder / "stock.db").touch()
+
+
+def test_doctor_asks_for_everything_once_and_explains_each_answer(project: Project) -> None:
+    sick_project(project)
+    found = project.run("doctor")
+    assert (found.code, found.err) == (3, "")
+    text = re.sub(r"\(\d+ ms\)", "(N ms)", found.out.replace(str(project.folder), "F"))
+    lines = text.splitlines()
+    assert re.fullmatch(r"ok       memory .* available of .* \(.*\) \(N ms\)", lines[0])
+    below = "         below 64 MB (min_available) memory is bad, below a quarter of it critical"
+    assert lines[1] == below
+    assert lines[2].startswith("ok       memory pressure ")
+    assert lines[4:] == [
+        "ok       state F/state is not there yet; a first run makes it (N ms)",
+        "         without it no run starts, and one that runs is paused at once",
+        "bad      feed sh -c 'echo not mounted; exit 1' ended with exit 1: not mounted (N ms)",
+        "         while it is bad, dependencies is bad: that pauses a run alone",
+        "unknown  of b alone the environment variable NO_SUCH_URL is not set (N ms)",
+        "         unknown is not bad: nobody would notice if it went away",
+        "ok       stock sqlite:stock.db can be read, 0 tables (N ms)",
+        "         while it is bad, connections is bad: two bad factors pause a run",
+    ]
+    assert not project.state.exists()
+
+
+def test_doctor_asks_only_for_what_the_named_job_needs(project: Project) -> None:
+    sick_project(project)
+    found = project.run("doctor", "a", "--json")
+    assert found.code == 3
+    rows = found.document["examined"]
+    assert [row["name"] for row in rows] == ["memory", "pressure", "state", "feed", "stock"]
+    assert {key: rows[3][key] for key in ("state", "answer")} == {
+        "state": "bad",
+        "answer": "ended with exit 1: not mounted",
+    }
+    assert all(row["elapsed_s"] >= 0 and row["means"] for row in rows)
+    assert project.run("doctor", "c").code == 4
+
+
+def test_doctor_ends_with_0_if_all_is_well(project: Project) -> None:
+    project.write("[jobs.a]")
+    assert project.run("doctor").code == 0
