@@ -720,8 +720,7 @@ class Host:
                 root, names = self.cgroups / "memory", GROUP_V1
             else:
                 continue
-            folder = Path("/", *(part for part in Path(group).parts if part != ".."))
-            for each in (folder, *folder.parents):
+            for each in (Path(group), *Path(group).parents):
                 yield from _room_in_group(root / str(each).lstrip("/"), *names, str(each))
 
     def memory_pressure(self) -> float | None:

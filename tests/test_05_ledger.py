@@ -35,6 +35,7 @@ from batchrun import (
     JobError,
     Ledger,
     LostOwnership,
+    Memory,
     NotFound,
     OutcomeUnknown,
     PersonNeeded,
@@ -46,6 +47,7 @@ from batchrun import (
     RunState,
     Start,
     StateDirectoryError,
+    Usage,
     checkpoint_bytes,
     first_hash,
     open_ledger,
@@ -325,6 +327,47 @@ def test_a_commit_follows_the_one_before_and_no_other(ledger: Ledger) -> None:
     with pytest.raises(LostOwnership):
         commit(ledger, run)  # number 1 once more
     assert ledger.run(run.key).number == 1
+
+
+def test_readings_and_health_checks_are_kept_in_order_by_the_owner_alone(ledger: Ledger) -> None:
+    run = opened(ledger)
+    memory, usage = Memory(5, 7, "cgroup /x"), Usage(11, 13, 2, 1, {"stock": 3, "feed": 1})
+    found = {"memory": "ok: 5 of 7", "connections": "unknown: ?", "dependencies": "bad: down"}
+    ledger.record_reading(run, run.generation, memory, usage, 0.5)
+    run = commit(ledger, run)
+    ledger.record_reading(run, run.generation, None, usage._replace(open_files=None), None)
+    ledger.record_health_check(run, run.generation, found, "go on", "one is bad", 0.25)
+    first, second = ledger.readings(run)
+    (checked,) = ledger.health_checks(run)
+    assert first[2:] == (1, 0, 5, 7, "cgroup /x", 11, 4, 13, 2, 1, 0.5)
+    assert second[2:] == (1, 1, None, None, None, 11, None, None, 2, 1, None)
+    assert checked[2:] == (1, *found.values(), "go on", "one is bad", 0.25)
+    assert first.id < second.id
+    assert first.at <= second.at <= checked.at
+    assert ledger.readings(run, newest=1) == [second]
+    with pytest.raises(LostOwnership):
+        ledger.record_reading(run, 2, memory, usage, None)
+    with pytest.raises(LostOwnership):
+        ledger.record_health_check(run, 2, found, "pause", "", 0)
+    assert (len(ledger.readings(run)), len(ledger.health_checks(run))) == (2, 1)
+
+
+def test_safe_points_are_the_gauges_of_an_attempt_in_order(ledger: Ledger) -> None:
+    run = opened(ledger)
+    assert ledger.safe_points(run, 1) == {}
+    for _ in range(4):
+        run = commit(ledger, run)
+    with ledger._writing():
+        ledger._sql("UPDATE batch SET rss_bytes = 10 * number, threads = 2 WHERE number > 1")
+    points = ledger.safe_points(run, 1, newest=2)
+    assert points == {
+        "rss_bytes": [30, 40],
+        "open_files": [],
+        "connections": [],
+        "threads": [2, 2],
+        "children": [],
+    }
+    assert ledger.safe_points(run, 2) == {}
 
 
 def test_a_rename_that_fails_leaves_no_row(ledger: Ledger) -> None:
