@@ -376,6 +376,7 @@ class Run(NamedTuple):
     work_s: float
     own_s: float
     error: str | None
+    retry_of: str | None  # id of the run whose rejects this one takes up again
 
     @property
     def finished(self) -> bool:
@@ -453,10 +454,39 @@ class Event(NamedTuple):
 
 
 class Reject(NamedTuple):
-    """A record that was left out, and the reason in words."""
+    """A record that was left out, and the reason in words.
+
+    Attributes:
+        number: of the record in its source, from 1, if that is known.
+        raw: whether it is the source's own record, which `parse` has refused.
+    """
 
     record: object
     reason: str
+    number: int | None = None
+    raw: bool = False
+
+
+class RejectRow(NamedTuple):
+    """One row of the table `reject`."""
+
+    id: int  # place among the rejects of a run and of its retries, from 1; it never changes
+    run: str  # id of the run that rejected it, which may be a retry
+    number: int
+    generation: int
+    place: int
+    loop: str
+    record: str  # as text, secrets masked
+    reason: str
+    at: str
+    value: str | None  # as typed JSON (`encode_cursor`); None if it cannot be had back
+    raw: int
+    record_number: int | None
+    tries: int  # which try of its batch it was, from 1
+    state: str  # open, dropped or retried
+    retry: str | None  # id of the newest run that took it up again
+    why: str | None  # why it was dropped
+    spot: tuple[int, int, int]  # key of the run, commit number, place: their order
 
 
 FACTORS = ("memory", "connections", "dependencies")  # of a health check
@@ -1252,6 +1282,44 @@ def _text(make: Callable[[str], T], pattern: str, wanted: str) -> Callable[[obje
     return read
 
 
+SHARE_FLOOR = 1_000  # records
+
+
+class RejectLimit(NamedTuple):
+    """Which rejects a run may have: a number of records, a share of them, or both.
+
+    A share is of the records read so far; until the end at least SHARE_FLOOR count as read, so that
+    a bad record among the first ones fails no run. At the end what was read counts.
+    """
+
+    records: int | None
+    per_million: int | None
+
+    def exceeded(self, rejected: int, read: int, *, at_end: bool = False) -> str:
+        """Return the limit that so many rejects are over, in words; empty if they are within."""
+        if self.records is not None and rejected > self.records:
+            return f"{self.records} records"
+        base = read if at_end else max(read, SHARE_FLOOR)
+        if self.per_million is not None and rejected * 1_000_000 > self.per_million * base:
+            return f"{self.per_million / 10_000:g}% of {base:,} records"
+        return ""
+
+
+def _reject_limit(value: object) -> RejectLimit:
+    """Read `max_rejects`: a whole number, a share such as "0.5%", or a list of the two."""
+    parts: dict[type, Any] = {}
+    for part in value if isinstance(value, list) else [value]:
+        share = re.fullmatch(r"([0-9]{1,2}(?:\.[0-9]{1,4})?)%", part) if type(part) is str else None
+        is_count = type(part) is int and 0 <= part <= 10**9
+        if type(part) in parts or not (is_count or share):
+            wanted = 'a number of records, a share below "100%", or a list of one of each'
+            raise ValueError(f"{wanted} is wanted")
+        parts[type(part)] = round(float(share[1]) * 10_000) if share else part
+    if not parts:
+        raise ValueError("a number of records or a share is wanted")
+    return RejectLimit(parts.get(int), parts.get(str))
+
+
 class ConfigKey(NamedTuple):
     """One key of the config file."""
 
@@ -1349,7 +1417,7 @@ OPTIONS = {
     "batch_size": ConfigKey("batch_size", 5000, _whole(1, BATCH_SIZE_MAX), "records, at most"),
     "stop_grace": ConfigKey("stop_grace_s", "60s", parse_duration, "to reach a safe point in"),
     "cleanup_timeout": ConfigKey("cleanup_timeout_s", "30s", parse_limit, "of each release"),
-    "max_rejects": ConfigKey("max_rejects", 0, _whole(0, 10**9), "of a run that still succeeds"),
+    "max_rejects": ConfigKey("max_rejects", 0, _reject_limit, "of a run that still succeeds"),
     "on_changed_source": ConfigKey("on_changed_source", "refuse", _REFUSE_OR_FRESH, "what to do"),
     "max_fresh": ConfigKey("max_fresh", 2, _whole(0, 1000), "fresh starts in a row, at most"),
     "max_rss": ConfigKey("max_rss_bytes", 0, parse_size, "of the worker; more is bad; 0: no limit"),
@@ -1443,7 +1511,7 @@ class JobConfig(NamedTuple):
     batch_size: int
     stop_grace_s: float
     cleanup_timeout_s: float
-    max_rejects: int
+    max_rejects: RejectLimit
     on_changed_source: str
     max_fresh: int
     max_rss_bytes: int
@@ -2147,6 +2215,14 @@ def encode_cursor(value: object) -> str:
     return text
 
 
+def encode_restorable(value: object) -> str | None:
+    """Return a value as `encode_cursor` does, if it comes back as the same; else None."""
+    with contextlib.suppress(Exception):  # the value may be of any type, and break at any touch
+        require_round_trip(value)
+        return encode_cursor(value)
+    return None
+
+
 def decode_cursor(text: str) -> Any:
     """Return the value that `encode_cursor` was given."""
     return _from_plain(json.loads(text))
@@ -2455,6 +2531,12 @@ class CheckpointStore:
 # run. From just before the call to its end the row's error is CUT_OFF, so that a call that took the
 # process along is known by it. Registered again while pending, it has one row: the newer.
 #
+# A reject is staged under (run, number, generation) before its commit and confirmed by it; what an
+# older try staged goes then. It is open until a person drops it or a retry has done it. A retry is
+# a run with `retry_of`: its admission lets it take up open rejects (`reject.retry`), and each of
+# its commits marks those up to its cursor as retried, in the same transaction. What it rejects
+# again is a new row, listed with the old ones. A retry is no success of the whole job.
+#
 # A COMMIT that raised may have happened. It is never repeated in the same process: the process
 # ends, and the next start finds out. The connection is not usable in a forked child.
 
@@ -2484,7 +2566,7 @@ CREATE TABLE run (
   fresh_in_a_row INTEGER NOT NULL DEFAULT 0, read_s REAL NOT NULL DEFAULT 0,
   work_s REAL NOT NULL DEFAULT 0, own_s REAL NOT NULL DEFAULT 0, error TEXT,
   tried TEXT, tries INTEGER NOT NULL DEFAULT 0, size INTEGER,
-  paused_s REAL NOT NULL DEFAULT 0, deferred TEXT
+  paused_s REAL NOT NULL DEFAULT 0, deferred TEXT, retry_of TEXT REFERENCES run (id)
 ) STRICT;
 CREATE UNIQUE INDEX one_unfinished_run_a_job ON run (job)
   WHERE state NOT IN ('succeeded', 'cancelled');
@@ -2510,6 +2592,9 @@ CREATE TABLE reject (
   run INTEGER NOT NULL REFERENCES run, number INTEGER NOT NULL, generation INTEGER NOT NULL,
   place INTEGER NOT NULL, loop TEXT NOT NULL, record TEXT NOT NULL, reason TEXT NOT NULL,
   at TEXT NOT NULL, confirmed INTEGER NOT NULL DEFAULT 0,
+  value TEXT, raw INTEGER NOT NULL DEFAULT 0, record_number INTEGER,
+  tries INTEGER NOT NULL DEFAULT 1, state TEXT NOT NULL DEFAULT 'open',
+  retry INTEGER REFERENCES run, why TEXT,
   PRIMARY KEY (run, number, generation, place)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE event (
@@ -2582,6 +2667,7 @@ ALTER TABLE run ADD COLUMN tries INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE run ADD COLUMN size INTEGER;
 ALTER TABLE run ADD COLUMN paused_s REAL NOT NULL DEFAULT 0;
 ALTER TABLE run ADD COLUMN deferred TEXT;
+ALTER TABLE run ADD COLUMN retry_of TEXT REFERENCES run (id);
 ALTER TABLE attempt ADD COLUMN charged INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE attempt ADD COLUMN retry INTEGER;
 ALTER TABLE attempt ADD COLUMN cleans_until REAL;
@@ -2590,6 +2676,13 @@ ALTER TABLE batch ADD COLUMN open_files INTEGER;
 ALTER TABLE batch ADD COLUMN connections INTEGER;
 ALTER TABLE batch ADD COLUMN threads INTEGER;
 ALTER TABLE batch ADD COLUMN children INTEGER;
+ALTER TABLE reject ADD COLUMN value TEXT;
+ALTER TABLE reject ADD COLUMN raw INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE reject ADD COLUMN record_number INTEGER;
+ALTER TABLE reject ADD COLUMN tries INTEGER NOT NULL DEFAULT 1;
+ALTER TABLE reject ADD COLUMN state TEXT NOT NULL DEFAULT 'open';
+ALTER TABLE reject ADD COLUMN retry INTEGER REFERENCES run;
+ALTER TABLE reject ADD COLUMN why TEXT;
 """
     + SINCE_VERSION_2,
 }
@@ -2610,6 +2703,13 @@ MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error
 CLEANUPS = """SELECT c.id, r.id, r.job, c.function, c.arguments, c.made_at, c.done_at, c.error,
   c.elapsed_s FROM cleanup c JOIN run r ON r.key = c.run WHERE"""
 CUT_OFF = "the process ended during the call"
+# The rejects of a run (?1) and of its retries, numbered over all of them.
+REJECTS = """SELECT * FROM (
+  SELECT row_number() OVER (ORDER BY j.run, j.number, j.place) AS id, r.id AS run, j.number,
+    j.generation, j.place, j.loop, j.record, j.reason, j.at, j.value, j.raw, j.record_number,
+    j.tries, j.state, n.id AS retry, j.why, j.run AS key
+  FROM reject j JOIN run r ON r.key = j.run LEFT JOIN run n ON n.key = j.retry
+  WHERE j.confirmed AND j.run IN (SELECT key FROM run WHERE id = ?1 OR retry_of = ?1))"""
 SAID = "said"  # an event whose `why` is a line for people
 LINK_COLUMNS = ("first_key", "last_key", "read", "rejected", "counts", "elapsed_s")
 
@@ -2652,6 +2752,13 @@ class Basis(NamedTuple):
     first_hash: str  # what commit 1 hangs on
 
 
+class Retry(NamedTuple):
+    """The rejects to run again: of which run, and where they are."""
+
+    of: Run
+    spots: Sequence[tuple[int, int, int]]
+
+
 class Start(NamedTuple):
     """One start, as an admission judges it."""
 
@@ -2667,6 +2774,7 @@ class Start(NamedTuple):
     fresh: bool = False  # whether an unfinished run is to be cancelled first, with `fresh_reason`
     fresh_reason: str = "a fresh start was asked for"
     fresh_in_a_row: int = 0
+    retry: Retry | None = None  # what a new run takes up in the place of its sources
 
 
 STATE_AFTER = {
@@ -2839,9 +2947,11 @@ class Ledger:
         return self._all(Run, "WHERE key IN (SELECT max(key) FROM run GROUP BY job) ORDER BY key")
 
     def last_success(self, job: str) -> Run | None:
-        """Return a job's newest run that succeeded."""
+        """Return a job's newest run that succeeded; a retry of rejects is no such run."""
         return self._one(
-            Run, "WHERE job = ? AND state = 'succeeded' ORDER BY key DESC LIMIT 1", job
+            Run,
+            "WHERE job = ? AND state = 'succeeded' AND retry_of IS NULL ORDER BY key DESC LIMIT 1",
+            job,
         )
 
     def run_with_id(self, name: str) -> Run | None:
@@ -2864,10 +2974,30 @@ class Ledger:
         """Return the row of one commit of a run."""
         return self._one(BatchRow, "WHERE run = ? AND number = ?", run.key, number)
 
-    def rejects(self, run: Run) -> list[tuple[int, str, str]]:
-        """Return the rejected records of a run: commit number, record, reason."""
-        sql = "SELECT number, record, reason FROM reject WHERE run = ? AND confirmed ORDER BY 1"
-        return self._rows(sql, run.key)
+    def rejects(self, run: Run) -> list[RejectRow]:
+        """Return the rejects of a run and of its retries, by id; of a retry: of its whole kin."""
+        rows = self._rows(f"{REJECTS} ORDER BY id", run.retry_of or run.id)
+        return [_reject_row(row) for row in rows]
+
+    def rejects_taken_up(
+        self, run: Run, loop: str, after: tuple[int, int, int] | None, limit: int
+    ) -> list[RejectRow]:
+        """Return the rejects of one loop that a retry has taken up, behind a spot, in order."""
+        rows = self._rows(
+            f"{REJECTS} WHERE retry = ?2 AND loop = ?3 AND state = 'open'"
+            " AND (key, number, place) > (?4, ?5, ?6) ORDER BY id LIMIT ?7",
+            *(run.retry_of, run.id, loop, *(after or (0, 0, -1)), limit),
+        )
+        return [_reject_row(row) for row in rows]
+
+    def runs_with_open_rejects(self) -> list[tuple[Run, int]]:
+        """Return the runs of which rejects wait for a person, and how many, a retry's own too."""
+        sql = (
+            "SELECT (SELECT key FROM run WHERE id = coalesce(r.retry_of, r.id)), count(*)"
+            " FROM reject j JOIN run r ON r.key = j.run"
+            " WHERE j.confirmed AND j.state = 'open' GROUP BY 1 ORDER BY 1"
+        )
+        return [(self.run(key), count) for key, count in self._rows(sql)]
 
     def releases_until(self, run: Run) -> float | None:
         """Return by when a run's worker has released what it holds; None if it is not at that."""
@@ -2976,6 +3106,8 @@ class Ledger:
             run = self.unfinished(job)
             if run is not None:
                 run = self._settled(run, start, said)
+            if start.retry and run is not None and not run.finished:
+                raise unfinished_before_retry(run)
             if start.only_resume and (run is None or run.finished):
                 return Admission(run or self._finished_meanwhile(job), 0, said)
             if run is None or run.finished:
@@ -3005,9 +3137,23 @@ class Ledger:
             changed_at=now,
             overrides=start.overrides,
             fresh_in_a_row=start.fresh_in_a_row,
+            retry_of=start.retry and (start.retry.of.retry_of or start.retry.of.id),
         )
         self._event(key, job, start.who, "started", TRANSITIONS[NEW, "reserved"])
+        if start.retry:
+            self._take_up(start.retry, key)
         return self.run(key)
+
+    def _take_up(self, retry: Retry, key: int) -> None:
+        """Let a new run have the rejects that it is to run again, and no other."""
+        sql = (
+            "UPDATE reject SET retry = ? WHERE (run, number, place) = (?, ?, ?)"
+            " AND confirmed AND state = 'open' AND value IS NOT NULL"
+        )
+        before = self._connection.total_changes()
+        self._connection.executemany(sql, [(key, *spot) for spot in retry.spots])
+        if self._connection.total_changes() == before:
+            raise nothing_to_retry(retry.of)
 
     def _settled(self, run: Run, start: Start, said: list[str]) -> Run:
         """Bring a run whose owner is gone to the state that its last attempt earned."""
@@ -3140,18 +3286,57 @@ class Ledger:
         return cast("str | None", fenced[0])
 
     def stage_rejects(
-        self, run: Run, generation: int, number: int, loop: str, rejects: list[Reject]
+        self,
+        run: Run,
+        generation: int,
+        number: int,
+        loop: str,
+        rejects: Sequence[Mapping[str, object]],
     ) -> None:
-        """Store rejected records of a batch that is not committed yet; they do not count so far."""
-        now = self._host.now()
+        """Store rejected records of a batch that is not committed yet; they do not count so far.
+
+        Each reject is `record`, `reason`, and what else of its columns is known.
+        """
+        of_batch = {"run": run.key, "generation": generation, "number": number, "loop": loop}
         with self._owning(run, generation):
-            self._connection.executemany(
-                "INSERT OR REPLACE INTO reject VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0)",
-                [
-                    (run.key, number, generation, place, loop, str(record), reason, now)
-                    for place, (record, reason) in enumerate(rejects)
-                ],
-            )
+            staged = "DELETE FROM reject WHERE run = ? AND number = ? AND generation = ?"
+            self._sql(staged, (run.key, number, generation))
+            for place, reject in enumerate(rejects):
+                self._insert("reject", **of_batch, place=place, at=self._host.now(), **reject)
+
+    def _settle_retried(self, run: Run, checkpoint: Checkpoint) -> None:
+        """Mark what a retry has done up to its cursor; what it rejected again is a row of its own.
+
+        Such a row waits under the same run, with its new error.
+        """
+        sql = (
+            "UPDATE reject SET state = 'retried' WHERE retry = ? AND loop = ? AND state = 'open'"
+            " AND (run, number, place) <= (?, ?, ?)"
+        )
+        spot = decode_cursor(checkpoint.cursor)
+        if run.retry_of and checkpoint.kind == "batch" and spot:
+            self._sql(sql, (run.key, checkpoint.loop, *spot))
+
+    def drop_rejects(self, run: Run, rows: Sequence[RejectRow], who: str, why: str) -> int:
+        """Let open rejects go, as a person decided; return how many there still were.
+
+        Raises:
+            IllegalTransition: a retry that is going on has taken some of them up.
+        """
+        sql = (
+            "UPDATE reject SET state = 'dropped', why = ? WHERE (run, number, place) = (?, ?, ?)"
+            " AND confirmed AND state = 'open'"
+        )
+        with self._writing():
+            going_on = self.unfinished(run.job)
+            if going_on is not None and going_on.retry_of == (run.retry_of or run.id):
+                raise unfinished_before_retry(going_on)
+            before = self._connection.total_changes()
+            self._connection.executemany(sql, [(why, *row.spot) for row in rows])
+            dropped = self._connection.total_changes() - before
+            if dropped:
+                self._event(run.key, run.job, who, f"{dropped} rejects dropped", why)
+            return dropped
 
     def _confirm_rejects(self, run: Run, checkpoint: Checkpoint) -> None:
         """Count the rejects staged for a commit by the generation that did its work; no others."""
@@ -3161,6 +3346,7 @@ class Ledger:
             self._set("reject", {**of_commit, **staged}, confirmed=1)
         sql = "DELETE FROM reject WHERE run = :run AND number = :number AND NOT confirmed"
         self._sql(sql, of_commit)
+        self._settle_retried(run, checkpoint)
 
     def end_attempt(
         self, run: Run, generation: int, end: AttemptEnd, releases: list[dict[str, Any]]
@@ -3497,6 +3683,11 @@ class Ledger:
         return [(int(first), int(last)) for first, last in self._rows(sql, run.key, run.number)]
 
 
+def _reject_row(row: Sequence[Any]) -> RejectRow:
+    made = dict(zip(RejectRow._fields, row, strict=True))
+    return RejectRow(**{**made, "spot": (made["spot"], made["number"], made["place"])})
+
+
 def bound_values(columns: Mapping[str, object]) -> dict[str, object]:
     """Return values as SQLite takes them."""
     return {n: _compact(v) if isinstance(v, (dict, list)) else v for n, v in columns.items()}
@@ -3513,6 +3704,26 @@ def size_of(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def unfinished_before_retry(run: Run) -> PersonNeeded:
+    """Return the letter for rejects that cannot be touched while a run goes on."""
+    return PersonNeeded(
+        f"Run {run.id} of {run.job} is unfinished.",
+        why="A job has one unfinished run at most, and a retry is a run of its own.",
+        unchanged="Nothing was started; the rejects are as they were.",
+        todo=f"First type one of:\n  batchrun resume {run.id}\n  batchrun cancel {run.id}",
+    )
+
+
+def nothing_to_retry(run: Run) -> NotFound:
+    """Return the letter for a retry without a record."""
+    return NotFound(
+        f"Run {run.id} of {run.job} has no open reject that can be run again.",
+        why="Each one is retried or dropped already, or only its text is kept.",
+        unchanged="Nothing was started.",
+        todo=f"See: batchrun rejects list {run.id}",
+    )
 
 
 def lost_ownership(run: Run, generation: int) -> LostOwnership:
@@ -4961,6 +5172,9 @@ def usage_text(usage: Usage) -> str:
 #   mark    the last statement of `batch.transaction()`: where generation = ours and number is
 #           lower. 0 rows = lost ownership.
 #
+# In a retry of rejects each loop reads what was taken up for it in the place of its source, with
+# the source's key and, for raw records, its parse=. No fingerprint is compared then.
+#
 # With a target each record is applied exactly once; without, at least once, and at most one batch
 # is repeated.
 
@@ -5880,6 +6094,9 @@ class Driver(Protocol):
     def stage_rejects(self, number: int, link: Link) -> None:
         """Store a commit's rejects, which do not count yet; refuse too many."""
 
+    def taken_up(self, loop: str, after: Any, limit: int) -> list[RejectRow]:
+        """Return the rejects that this run, a retry, has to read in the place of a source."""
+
     def pass_gate(self) -> None:
         """Raise if the attempt is to stop here."""
 
@@ -6137,6 +6354,8 @@ class Context(Generic[S]):
 
     def _place(self, loop: Loop, source: Any) -> None:
         """Put a loop behind the last committed batch of its source."""
+        if self._course.run.retry_of:
+            source = _TakenUp(source, functools.partial(self._driver.taken_up, loop.name))
         if hasattr(source, "last_success_read"):
             source.last_success_read = self._last_success_read
         fingerprint = getattr(source, "fingerprint", None)
@@ -6376,8 +6595,9 @@ class Source(Protocol):
     """Where records come from.
 
     Optional, and used where present: `fingerprint() -> str | None` (equal for equal content),
-    `total() -> int | None` (records of the whole run, maybe an estimate), `close()`, and
-    `take_rejects() -> list[Reject]` (what reads have refused since the last call, in order).
+    `total() -> int | None` (records of the whole run, maybe an estimate), `close()`,
+    `take_rejects() -> list[Reject]` (what reads have refused since the last call, in order), and
+    `parse` (makes a record of what stands in a raw reject, or raises ValueError or KeyError).
     """
 
     def read(self, after: Any, limit: int, /) -> Any:
@@ -6639,7 +6859,7 @@ class _RecordFile:
         min_of_last: float = 0,
     ) -> None:
         self.path, self.key = Path(path), _getter(key)
-        self._parse, self._encoding = parse, _encoding(encoding, self.path)
+        self.parse, self._encoding = parse, _encoding(encoding, self.path)
         self._settle_s, self._min_records, self._min_of_last = settle, min_records, min_of_last
         self._stream: Any = None  # the uncompressed bytes
         self._byte_offset = self._first = self._number = 0
@@ -6669,7 +6889,8 @@ class _RecordFile:
                 self._go_to(after)
             self._position = self  # nowhere, should this read fail
             raw, taken = self._take(limit)
-            records = raw if self._parse is None else self._parsed(raw, self._parse)
+            numbered = enumerate(raw, self._number + 1)
+            records = raw if self.parse is None else _parsed(numbered, self.parse, self._rejects)
         finally:
             self._refuse_changed()
         if not taken:
@@ -6832,16 +7053,6 @@ class _RecordFile:
         what = f"{self.path}: record {number:,}, which begins at byte {at:,}, cannot be read."
         return _source_letter(what, f"{why[:1].upper()}{why[1:]}.", kind=SourceError)
 
-    def _parsed(self, raw: list[Any], parse: Callable[[Any], Any]) -> list[Any]:
-        records = []
-        for number, record in enumerate(raw, self._number + 1):
-            try:
-                records.append(parse(record))
-            except (ValueError, KeyError) as error:
-                reason = f"record {number}: {type(error).__name__}: {error}"
-                self._rejects.append(Reject(record, reason))
-        return records
-
     def _refuse_thin(self) -> None:
         of_last = (self.last_success_read or 0) * self._min_of_last
         if self._number < max(self._min_records, of_last):
@@ -6852,6 +7063,22 @@ class _RecordFile:
                 "Look at the feed; if it is right, lower the limit and resume.",
                 PersonNeeded,
             )
+
+
+def _parsed(
+    numbered: Iterable[tuple[int | None, Any]],
+    parse: Callable[[Any], Any],
+    rejects: list[Reject],
+) -> list[Any]:
+    """Return what parse= makes of raw records; append those that it refuses to `rejects`."""
+    records = []
+    for number, record in numbered:
+        try:
+            records.append(parse(record))
+        except (ValueError, KeyError) as error:
+            reason = f"record {number}: {type(error).__name__}: {error}"
+            rejects.append(Reject(record, reason, number, raw=True))
+    return records
 
 
 def _version(found: os.stat_result) -> tuple[int, int]:
@@ -7055,6 +7282,35 @@ class _Iterated:
                 todo="Give key=, or make the records dicts, tuples or dataclasses.",
             )
         return _digest(text.encode("utf-8", "surrogatepass"))
+
+
+class _TakenUp:
+    """The rejects that a retry has taken up, in the place of the source that they came from.
+
+    Raw ones go through its parse= again; cursor = the spot of the last one. The source itself is
+    not read, and what it demands of a whole reading is not asked for.
+    """
+
+    def __init__(self, source: Any, fetch: Callable[[Any, int], list[RejectRow]]) -> None:
+        self.key, self._parse = source.key, getattr(source, "parse", None)
+        self._fetch, self._rejects = fetch, list[Reject]()
+
+    def total(self) -> int:
+        return len(self._fetch(None, -1))
+
+    def read(self, after: Any, limit: int) -> tuple[list[Any], Any]:
+        rows, records = self._fetch(after, limit), list[Any]()
+        for row in rows:
+            value = decode_cursor(cast("str", row.value))
+            if row.raw and self._parse is not None:
+                records += _parsed([(row.record_number, value)], self._parse, self._rejects)
+            else:
+                records.append(value)
+        return records, rows[-1].spot if rows else None
+
+    def take_rejects(self) -> list[Reject]:
+        rejects, self._rejects = self._rejects, []
+        return rejects
 
 
 def as_source(source: Any, key: Key | None = None) -> Source:
@@ -7836,6 +8092,7 @@ class Worker:
                 yielded = next(self._generator, self)
             if yielded is self:
                 context._require_complete()
+                self._require_within_limits(self._course, at_end=True)
                 rejected = self._course.rejected
                 code = ExitCode.DONE_WITH_REJECTS if rejected else ExitCode.DONE
                 return AttemptEnd(Ending.SUCCEEDED, code)
@@ -8002,15 +8259,33 @@ class Worker:
         self._marked_at = self._host.monotonic()
         self._own_s = self._marked_at - began
 
-    def _require_within_limits(self, course: Course, link: Link) -> None:
-        limit = self._job_config.max_rejects
-        if course.rejected + link.rejected <= limit:
+    def _require_within_limits(
+        self, course: Course, link: Link | None = None, *, at_end: bool = False
+    ) -> None:
+        """Refuse a commit, or the end, by which more records are rejected than the job allows.
+
+        The records of a retry were within the limits already.
+
+        Raises:
+            TooManyRejects: names the first of the batch, at the end the first of the run.
+        """
+        rejected, read = course.rejected, course.read
+        if link is not None:
+            rejected, read = rejected + link.rejected, read + link.read
+        over = self._job_config.max_rejects.exceeded(rejected, read, at_end=at_end)
+        if not over or self._run.retry_of:
             return
-        of_batch = [mask_secrets(f"{record!r}: {reason}") for record, reason in link.rejects[:1]]
+        if link is None:
+            kept = self._ledger.rejects(self._run)
+            of_whom, firsts = "", [(row.record, row.reason) for row in kept[:1]]
+        else:
+            of_whom = " of this batch"
+            firsts = [(plain_text(first.record), first.reason) for first in link.rejects[:1]]
+        first = [f", the first{of_whom}: {mask_secrets(f'{r}: {why}')}" for r, why in firsts]
+        undone = "The batch is not committed; commit" if link else "No commit was undone; commit"
         raise TooManyRejects(
-            f"More than {limit} records were rejected"
-            f"{''.join(f', the first of this batch: {first}' for first in of_batch)}.",
-            unchanged=f"The batch is not committed; commit {course.number} stands.",
+            f"More than {over} were rejected{''.join(first)}.",
+            unchanged=f"{undone} {course.number} stands.",
             todo=f"Mend the records, or raise max_rejects in [jobs.{self._order.job}].",
         )
 
@@ -8076,10 +8351,12 @@ class Worker:
         if not link.rejects:
             return
         self._require_within_limits(self._course, link)
-        masked = [
-            Reject(mask_secrets(repr(r.record)), mask_secrets(r.reason)) for r in link.rejects
-        ]
-        self._ledger.stage_rejects(self._run, self._order.generation, number, link.loop, masked)
+        kept = [kept_reject(reject) for reject in link.rejects]
+        self._ledger.stage_rejects(self._run, self._order.generation, number, link.loop, kept)
+
+    def taken_up(self, loop: str, after: Any, limit: int) -> list[RejectRow]:
+        """Return the rejects that this run, a retry, has to read in the place of a source."""
+        return self._ledger.rejects_taken_up(self._run, loop, after, limit)
 
     def pass_gate(self) -> None:
         """Raise `SafeStop` if the attempt is to end at this safe point."""
@@ -8102,6 +8379,38 @@ class Worker:
         known = [event.why for event in self._ledger.events(self._run, what=TARGET)]
         if path and where not in known:
             self._ledger.note("worker", TARGET, where, run=self._run)
+
+
+REJECT_MAX_CHARS = 65_536
+
+
+def kept_reject(reject: Reject) -> dict[str, object]:
+    """Return the columns of a reject: its text, and its value if that holds no secret.
+
+    Both have a bound; what is too large, or of a type that no cursor has, is kept as text only.
+    """
+    plain, value = plain_text(reject.record), encode_restorable(reject.record)
+    text = mask_secrets(plain)
+    if value is not None and (text != plain or mask_secrets(value) != value):
+        value = None
+    if len(text) > REJECT_MAX_CHARS:
+        text = f"{text[:REJECT_MAX_CHARS]}... (cut: {len(text):,} characters)"
+    reason = mask_secrets(reject.reason)[:REJECT_MAX_CHARS]
+    return {
+        "record": text,
+        "value": value,
+        "raw": reject.raw,
+        "record_number": reject.number,
+        "reason": reason,
+    }
+
+
+def plain_text(record: object) -> str:
+    """Return a record as text; of one that cannot be shown, its type."""
+    try:
+        return repr(record)
+    except Exception as error:  # noqa: BLE001 - the text is made by the job's own code
+        return f"<{type(record).__name__}, which cannot be shown: {type(error).__name__}>"
 
 
 # -- letters -------------------------------------------------------------------------------
@@ -8257,6 +8566,7 @@ class Launch(NamedTuple):
     batches: int | None = None  # stop after so many
     in_process: bool = False  # run the worker's code in this interpreter
     cancels: str = ""  # id of a run to be cancelled after its cleanups, and nothing else
+    retry: Retry | None = None  # begin a run that takes up these rejects
 
 
 class Outcome(NamedTuple):
@@ -8393,7 +8703,15 @@ class Supervisor:
             reason = "its source changed"
             self._watcher.say(f"run {run.id} is cancelled, {reason}; a new one begins")
             outcome = self._attempt(self._admit(fresh_reason=reason))
+        if self._was_only_a_retry(outcome):
+            return self._run_until_done()
         return outcome
+
+    def _was_only_a_retry(self, outcome: Outcome) -> bool:
+        """Tell whether a start that wanted a whole run has only gone on with a retry of rejects."""
+        run, wanted = outcome.run, not (self._launch.only_resume or self._launch.retry)
+        ended = run is not None and run.retry_of and run.state == RunState.SUCCEEDED
+        return bool(wanted and ended and not self._stops.count)
 
     def _found_another_source(self, run: Run) -> bool:
         """Tell whether the attempt found a changed source that the job wants to begin anew with."""
@@ -8424,6 +8742,7 @@ class Supervisor:
             fresh=launch.fresh or bool(fresh_reason),
             fresh_reason=fresh_reason or "a fresh start was asked for",
             fresh_in_a_row=unfinished.fresh_in_a_row + 1 if unfinished and fresh_reason else 0,
+            retry=launch.retry,
         )
         with disk_letters(self._store.folder, self._host):
             if unclean:
@@ -8847,18 +9166,59 @@ def is_owned(state: StateDirectory, job: str) -> bool:
 # fields are only ever added to. Names carry their units.
 
 BAR_WIDTH = 40  # at most; a narrow terminal gets a shorter one, or none
+CELL_WIDTH = 60  # of text that others wrote
 NOT_SUMMARISED = ("key", "checkpoint", "settings", "hash")
+
+
+def summarise_reject(row: RejectRow) -> dict[str, Any]:
+    """Return a reject as one JSON document; `can_retry`: its record can be had back."""
+    hidden = ("value", "raw", "spot")
+    kept = {name: value for name, value in row._asdict().items() if name not in hidden}
+    return {**kept, "raw": bool(row.raw), "can_retry": row.value is not None}
+
+
+def render_rejects(rejects: list[dict[str, Any]]) -> str:
+    """Return rejects as a table: one line each."""
+    rows = [["id", "state", "commit", "loop", "record", "reason"]]
+    for reject in rejects:
+        state = reject["state"] + ("" if reject["can_retry"] else ", text only")
+        shown = (one_line(reject[name]) for name in ("record", "reason"))
+        rows.append([str(reject["id"]), state, str(reject["number"]), reject["loop"], *shown])
+    return render_table(rows)
+
+
+def one_line(text: str) -> str:
+    """Return text in one line of a table, cut where it is long."""
+    line = " ".join(text.split())
+    return line if len(line) <= CELL_WIDTH else f"{line[: CELL_WIDTH - 3]}..."
+
+
+def render_reject(reject: dict[str, Any]) -> str:
+    """Return all that is kept of one reject as text."""
+    what = "the source's own record, which parse= refused" if reject["raw"] else "the job's record"
+    can = "" if reject["can_retry"] else "; only its text is kept, so it cannot be retried"
+    count = reject["record_number"]
+    number = f"  number    {count:,} in its source\n" if count else ""
+    retried = f", taken up by run {reject['retry']}" if reject["retry"] else ""
+    why = f": {reject['why']}" if reject["why"] else ""
+    return (
+        f"reject {reject['id']} of run {reject['run']}: {reject['state']}{why}{retried}\n"
+        f"  commit    {reject['number']} of attempt {reject['generation']}, loop {reject['loop']},"
+        f" {moment_text(reject['at'])}, try {reject['tries']}\n{number}"
+        f"  kept is   {what}{can}\n"
+        f"  reason    {reject['reason']}\n"
+        f"  record    {reject['record']}"
+    )
 
 
 def summarise(
     run: Run,
     attempts: list[Attempt],
-    rejects: list[tuple[int, str, str]],
+    rejects: list[RejectRow],
     events: list[Event],
     cleanups: Sequence[Cleanup] = (),
 ) -> dict[str, Any]:
     """Return all that is known of a run as one JSON document."""
-    names = ("number", "record", "reason")
     return {
         **{name: value for name, value in run._asdict().items() if name not in NOT_SUMMARISED},
         "exit_code": attempts[-1].exit_code if attempts else None,
@@ -8870,7 +9230,7 @@ def summarise(
             }
             for a in attempts
         ],
-        "rejects": [dict(zip(names, reject, strict=True)) for reject in rejects],
+        "rejects": [summarise_reject(row) for row in rejects if row.run == run.id],
         "cleanups": [{**c._asdict(), "call": mask_secrets(c.call)} for c in cleanups],
         "events": [event._asdict() for event in events],
     }
@@ -8943,7 +9303,8 @@ def render_one_status(job: dict[str, Any]) -> str:
 
 def render_report(summary: dict[str, Any]) -> str:
     """Return a run's report as text."""
-    lines = [f"run {summary['id']} of {summary['job']}: {state_text(summary)}"]
+    retries = f", a retry of rejects of run {summary['retry_of']}" * bool(summary["retry_of"])
+    lines = [f"run {summary['id']} of {summary['job']}: {state_text(summary)}{retries}"]
     lines.append(f"  begun     {moment_text(summary['created_at'])}")
     lines.append(f"  ended     {moment_text(summary['ended_at'])}")
     lines.append(f"  records   {counts_text(summary)}")
@@ -9527,6 +9888,84 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
     document = {"lost": repair.lost, "repairs": documents, "applied": apply, "aside": aside}
     app.console.result("\n".join(lines) or "nothing to repair", document)
     return ExitCode.FINDINGS if lines and not apply else ExitCode.DONE
+
+
+@command(
+    "Answer and mend",
+    word("action", metavar="list|show|retry|drop"),
+    word("run", required=False),
+    word("ids", nargs=-1, type=int),
+    word("--why", help="Why they may go, for the record (drop)."),
+    *RUNNING[2:],
+    exits=RUN_EXITS,
+)
+def rejects_command(
+    app: App, *, action: str, run: str | None, ids: tuple[int, ...], why: str | None, **asked: Any
+) -> ExitCode:
+    """List, show, run again or drop rejected records."""
+    if action not in REJECT_ACTIONS or (run is None and action != "list"):
+        what = f"There is no `rejects {action}`" if run else f"`rejects {action}` needs a RUN"
+        raise ConfigurationError(f"{what}.", todo=REJECTS_TODO)
+    if run is None:
+        return list_all_rejects(app)
+    with app.ledger(write=action in ("retry", "drop")) as ledger:
+        found = app.find_run(ledger, run)
+        rows = ledger.rejects(found)
+        if unknown := set(ids) - {row.id for row in rows}:
+            what = f"Run {found.id} has no reject {min(unknown)}; it has {len(rows)}."
+            raise NotFound(what, todo=f"See: batchrun rejects list {found.id}")
+        chosen = [row for row in rows if not ids or row.id in ids]
+        if action == "drop":
+            return drop_rejects(app, ledger, found, chosen, why)
+    if action == "retry":
+        return retry_rejects(app, found, chosen, asked)
+    rejects = [summarise_reject(row) for row in chosen]
+    texts = map(render_reject, rejects) if action == "show" else [render_rejects(rejects)]
+    app.console.result("\n".join(texts) or "no rejects", {"run": found.id, "rejects": rejects})
+    return ExitCode.DONE
+
+
+REJECT_ACTIONS = ("list", "show", "retry", "drop")
+REJECTS_TODO = """Write one of:
+  batchrun rejects list [RUN]
+  batchrun rejects show RUN [ID...]
+  batchrun rejects retry RUN [ID...]
+  batchrun rejects drop RUN [ID...] --why TEXT"""
+
+
+def list_all_rejects(app: App) -> ExitCode:
+    """List the runs of which rejects wait for a person."""
+    with app.ledger(write=False) as ledger:
+        found = ledger.runs_with_open_rejects()
+    rows = [["run", "job", "ended", "open rejects"]]
+    rows += [[run.id, run.job, moment_text(run.ended_at), str(count)] for run, count in found]
+    documents = [{"run": run.id, "job": run.job, "open": count} for run, count in found]
+    text = render_table(rows) if found else "no open rejects"
+    app.console.result(text, {"runs": documents})
+    return ExitCode.DONE
+
+
+def drop_rejects(
+    app: App, ledger: Ledger, run: Run, rows: list[RejectRow], why: str | None
+) -> ExitCode:
+    """Let rejects go for good; a reason is asked for."""
+    if not (why and why.strip()):
+        todo = f'Write: batchrun rejects drop {run.id} --why "..."'
+        raise ConfigurationError("Dropping rejects needs --why.", todo=todo)
+    dropped = ledger.drop_rejects(run, rows, app.who, mask_secrets(why))
+    app.console.result(
+        f"{dropped} rejects of run {run.id} dropped", {"run": run.id, "dropped": dropped}
+    )
+    return ExitCode.DONE
+
+
+def retry_rejects(app: App, run: Run, rows: list[RejectRow], asked: Mapping[str, Any]) -> ExitCode:
+    """Run open rejects again through their job, as a run of their own."""
+    if not run.finished:
+        raise unfinished_before_retry(run)
+    retry = Retry(run, [row.spot for row in rows])
+    launch = Launch(run.job, by_person=True, overrides=run.overrides, retry=retry, **asked)
+    return app.supervise(launch).exit_code
 
 
 # -- set up --------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ from batchrun import (
     PersonNeeded,
     ProcessIdentity,
     Reason,
-    Reject,
     Request,
     Run,
     RunState,
@@ -304,7 +303,7 @@ def test_an_older_generation_can_write_nothing(ledger: Ledger) -> None:
         lambda: commit(ledger, old, publish=lambda: published.append("renamed")),
         lambda: ledger.open_attempt(old, 1, ME, basis),
         lambda: ledger.begin_batches(old, 1, None),
-        lambda: ledger.stage_rejects(old, 1, 1, "main", [Reject("x", "y")]),
+        lambda: ledger.stage_rejects(old, 1, 1, "main", [{"record": "x", "reason": "y"}]),
         lambda: ledger.end_attempt(old, 1, SUCCEEDED, []),
         lambda: ledger.settle(old, 1, SUCCEEDED, signal=9),
     ]
@@ -484,14 +483,16 @@ def test_a_fresh_start_cancels_and_begins_in_one_transaction(ledger: Ledger) -> 
 
 def test_rejects_count_only_when_their_commit_does(ledger: Ledger) -> None:
     run = opened(ledger)
-    ledger.stage_rejects(run, 1, 1, "main", [Reject("old", "left by a killed try")])
+    ledger.stage_rejects(run, 1, 1, "main", [{"record": "old", "reason": "left by a killed try"}])
     run = opened(ledger)
-    ledger.stage_rejects(run, 2, 1, "main", [Reject("a", "no sku"), Reject("b", "no price")])
+    two = [{"record": "a", "reason": "no sku"}, {"record": "b", "reason": "no price"}]
+    ledger.stage_rejects(run, 2, 1, "main", two)
     assert ledger.rejects(run) == []
     checkpoint = next_checkpoint(ledger, run, rejected=2)
     content, digest = checkpoint_bytes(checkpoint)
     ledger.commit(run, checkpoint, content, digest, (0, 0, 0), nothing)
-    assert ledger.rejects(run) == [(1, "a", "no sku"), (1, "b", "no price")]
+    kept = [(row.id, row.number, row.record, row.reason) for row in ledger.rejects(run)]
+    assert kept == [(1, 1, "a", "no sku"), (2, 1, "b", "no price")]
     assert ledger._rows("SELECT count(*) FROM reject") == [(2,)]
 
 
@@ -658,7 +659,7 @@ run = ledger.unfinished(sys.argv[2])
 for number in range(100):
     ledger.note("child", "written", str(number))
     ledger.begin_batches(run, 1, number) if number == 0 else ledger.stage_rejects(
-        run, 1, 1, "main", [batchrun.Reject(str(number), "reads first, writes later")]
+        run, 1, 1, "main", [{"record": str(number), "reason": "reads first"}]
     )
 """
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import batchrun
-from batchrun import Attempt, Event, ProcessIdentity, Run, RunState, Standing
+from batchrun import Attempt, Event, ProcessIdentity, RejectRow, Run, RunState, Standing
 
 RUN = Run(
     key=1,
@@ -34,6 +34,7 @@ RUN = Run(
     work_s=2.0,
     own_s=0.3,
     error=None,
+    retry_of=None,
 )
 ATTEMPT = Attempt(
     generation=1,
@@ -56,6 +57,25 @@ ATTEMPT = Attempt(
     ],
 )
 EVENT = Event(7, "2026-01-31T23:00:00.500Z", RUN.id, "stock", "supervisor 10", "started", "why")
+REJECT = RejectRow(
+    id=1,
+    run=RUN.id,
+    number=2,
+    generation=1,
+    place=0,
+    loop="main",
+    record="SKU-7",
+    reason="quantity is 'x'",
+    at="2026-01-31T23:05:00.000Z",
+    value='"SKU-7"',
+    raw=0,
+    record_number=None,
+    tries=1,
+    state="open",
+    retry=None,
+    why=None,
+    spot=(1, 2, 0),
+)
 
 REPORT = """\
 run a1b2c3d4e5 of stock: paused (stop)
@@ -76,16 +96,17 @@ events
 
 
 def test_a_report_tells_counts_attempts_releases_rejects_and_events() -> None:
-    summary = batchrun.summarise(RUN, [ATTEMPT], [(2, "SKU-7", "quantity is 'x'")], [EVENT])
+    summary = batchrun.summarise(RUN, [ATTEMPT], [REJECT], [EVENT])
     assert batchrun.render_report(summary) == REPORT
 
 
 def test_a_summary_is_json_without_the_checkpoint_and_with_units_in_its_names() -> None:
-    summary = json.loads(json.dumps(batchrun.summarise(RUN, [ATTEMPT], [(2, "r", "w")], [EVENT])))
+    summary = json.loads(json.dumps(batchrun.summarise(RUN, [ATTEMPT], [REJECT], [EVENT])))
     assert not {"key", "checkpoint", "settings", "hash"} & summary.keys()
     assert {"read_s", "work_s", "own_s", "exit_code"} <= summary.keys()
     assert summary["attempts"][0]["worker"] == {"pid": 11, "ticks": 21, "boot_id": "boot"}
-    assert summary["rejects"] == [{"number": 2, "record": "r", "reason": "w"}]
+    [reject] = summary["rejects"]
+    assert {"id": 1, "number": 2, "record": "SKU-7", "can_retry": True}.items() <= reject.items()
 
 
 def test_an_attempt_without_an_ending_is_not_given_one() -> None:

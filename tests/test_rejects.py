@@ -1,0 +1,549 @@
+"""Rejected records: how many a run may have, what is kept of them, and how they are run again."""
+
+import contextlib
+import signal
+import sqlite3
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from conftest import Ended, Project
+from test_08_jobs import PRELUDE, Shop
+
+import batchrun
+from batchrun import ConfigurationError, Reject, RejectLimit, load_config
+
+STOCK = """
+    stock = ctx.connect("sqlite:t.db")
+    make = "CREATE TABLE IF NOT EXISTS t (x TEXT)"
+    ctx.step("make", lambda rows: rows.execute(make) and None, target=stock)
+    bad = open("bad.txt").read().split()
+    """
+WRITE = """
+        with batch.transaction() as rows:
+            for record in batch:
+                if str(record) in bad:
+                    batch.reject(record, f"{record} is bad")
+                else:
+                    rows.execute("INSERT INTO t VALUES (?)", [str(record)])
+        yield batch
+    """
+LOOP = f"""
+    for batch in ctx.batches(range(20), target=stock):{WRITE}"""
+
+
+@pytest.fixture
+def shop(project: Project) -> Shop:
+    return Shop(project)
+
+
+def bad(shop: Shop, *records: object) -> None:
+    """Let the job reject these records from now on."""
+    shop.project.write_file("bad.txt", " ".join(map(str, records)))
+
+
+def applied(shop: Shop) -> list[str]:
+    """Return what the job has written, in the order of writing."""
+    with contextlib.closing(sqlite3.connect(shop.folder / "t.db")) as stock:
+        return [x for (x,) in stock.execute("SELECT x FROM t ORDER BY rowid")]
+
+
+def newest(shop: Shop) -> str:
+    """Return the id of the newest run."""
+    return str(shop.rows("SELECT id FROM run ORDER BY key DESC LIMIT 1")[0][0])
+
+
+def rejects(shop: Shop, run: str) -> list[dict[str, Any]]:
+    """Return what `rejects list` says."""
+    ended = shop.call("rejects", "list", run, "--json")
+    assert ended.code == 0, ended
+    return list(ended.document["rejects"])
+
+
+def states(shop: Shop, run: str) -> list[tuple[int, str, str]]:
+    """Return id, record and state of each reject of a run and its retries."""
+    return [(r["id"], r["record"], r["state"]) for r in rejects(shop, run)]
+
+
+def retry(shop: Shop, run: str, *ids: int, point: str = "") -> Ended:
+    """Run open rejects again."""
+    words = ("rejects", "retry", run, *map(str, ids), "--in-process")
+    return shop.call(*words, point=point)
+
+
+# --- the limits -----------------------------------------------------------------------------------
+
+
+def read_limit(project: Project, text: str) -> RejectLimit:
+    project.write(f"[jobs.sync]\nmax_rejects = {text}\n")
+    return load_config(project.folder / "batchrun.toml").job("sync").max_rejects
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("0", (0, None)),
+        ("100", (100, None)),
+        ('"0.5%"', (None, 5_000)),
+        ('"0.0001%"', (None, 1)),
+        ('[100, "1%"]', (100, 10_000)),
+        ('["1%", 100]', (100, 10_000)),
+    ],
+)
+def test_a_limit_is_a_number_a_share_or_both(
+    project: Project, text: str, limit: tuple[int | None, int | None]
+) -> None:
+    assert read_limit(project, text) == limit
+
+
+@pytest.mark.parametrize(
+    "text", ["-1", "1.5", '"5"', '"100%"', '"-1%"', "true", '["1%", "2%"]', "[1, 2]", '"1 %"']
+)
+def test_a_limit_that_says_nothing_sure_is_refused(project: Project, text: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        read_limit(project, text)
+    wanted = 'a number of records, a share below "100%", or a list of one of each is wanted'
+    assert wanted in str(refused.value)
+
+
+def test_an_empty_list_is_no_limit(project: Project) -> None:
+    with pytest.raises(ConfigurationError, match="a number of records or a share is wanted"):
+        read_limit(project, "[]")
+
+
+@pytest.mark.parametrize(
+    ("limit", "rejected", "read", "at_end", "over"),
+    [
+        (RejectLimit(2, None), 2, 2, False, ""),
+        (RejectLimit(2, None), 3, 10**9, False, "2 records"),
+        (RejectLimit(None, 10_000), 10, 20, False, ""),  # 1,000 count as read, until the end
+        (RejectLimit(None, 10_000), 11, 20, False, "1% of 1,000 records"),
+        (RejectLimit(None, 10_000), 10, 20, True, "1% of 20 records"),
+        (RejectLimit(None, 5_000), 60, 12_000, True, ""),
+        (RejectLimit(None, 5_000), 61, 12_000, True, "0.5% of 12,000 records"),
+        (RejectLimit(2, 10_000), 3, 10_000, False, "2 records"),
+        (RejectLimit(200, 10_000), 101, 10_000, False, "1% of 10,000 records"),
+    ],
+)
+def test_a_share_is_of_the_records_read_so_far(
+    limit: RejectLimit,
+    rejected: int,
+    read: int,
+    at_end: bool,  # noqa: FBT001 - a column of the table above
+    over: str,
+) -> None:
+    assert limit.exceeded(rejected, read, at_end=at_end) == over
+
+
+def test_a_run_over_its_share_fails_at_that_batch_and_names_its_first_reject(shop: Shop) -> None:
+    shop.write(STOCK + LOOP, config='max_rejects = "0.1%"')
+    bad(shop, 3, 7, 8)
+    assert shop.letter().splitlines() == [
+        "More than 0.1% of 1,000 records were rejected, the first of this batch: 7: 7 is bad.",
+        "The batch is not committed; commit 2 stands.",
+        "Mend the records, or raise max_rejects in [jobs.sync].",
+    ]
+    assert applied(shop) == ["0", "1", "2", "4"]
+    assert states(shop, "sync") == [(1, "3", "open")]
+
+
+def test_a_share_is_judged_at_the_end_by_what_was_read(shop: Shop) -> None:
+    shop.write(STOCK + LOOP, config='max_rejects = "1%"')
+    bad(shop, 3)
+    letter = [
+        "More than 1% of 20 records were rejected, the first: 3: 3 is bad.",
+        "No commit was undone; commit 6 stands.",
+        "Mend the records, or raise max_rejects in [jobs.sync].",
+    ]
+    assert shop.letter().splitlines() == letter
+    assert shop.letter().splitlines() == letter  # it stays so, and nothing is done twice
+    shop.write(STOCK + LOOP, config='max_rejects = "5%"')
+    assert shop.run().code == 10
+    assert applied(shop) == [str(n) for n in range(20) if n != 3]
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"sku": "a", "price": Decimal("1.50"), "tags": ["x", None, True]},
+        ("a", 1, 2.5),
+        ["a", b"bytes"],
+        "text",
+        7,
+        None,
+    ],
+)
+def test_a_record_of_plain_types_comes_back_as_it_was(record: object) -> None:
+    kept = batchrun.kept_reject(Reject(record, "why", 3, raw=True))
+    assert batchrun.decode_cursor(str(kept["value"])) == record
+    assert (kept["record"], kept["record_number"], kept["raw"]) == (repr(record), 3, True)
+
+
+class Priced(dict[str, object]):
+    """A type that no cursor has."""
+
+
+class Unspeakable:
+    """A record that cannot even be shown."""
+
+    def __repr__(self) -> str:
+        raise OSError("no words")
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        (Priced(a=1), "{'a': 1}"),
+        ({"n": float("nan")}, "{'n': nan}"),
+        ({"password": "S3cr3t-of-shop"}, "{'password': '***'}"),
+        (Unspeakable(), "<Unspeakable, which cannot be shown: OSError>"),
+    ],
+)
+def test_of_any_other_record_only_the_masked_text_is_kept(record: object, text: str) -> None:
+    kept = batchrun.kept_reject(Reject(record, "why"))
+    assert (kept["record"], kept["value"]) == (text, None)
+
+
+def test_a_large_record_is_cut_and_says_so() -> None:
+    kept = batchrun.kept_reject(Reject("x" * 70_000, "y" * 70_000))
+    assert kept["value"] is None
+    assert str(kept["record"]).endswith("xxx... (cut: 70,002 characters)")
+    assert [len(str(kept[name])) for name in ("record", "reason")] == [65_564, 65_536]
+
+
+FEED = """
+    feed = ctx.enter(Delimited("feed.csv", key="sku", parse=parsed))
+    for batch in ctx.batches(feed, target=stock):
+        with batch.transaction() as rows:
+            for r in batch:
+                rows.execute("INSERT INTO t VALUES (?)", [f"{r['sku']}={r['qty'] + 1}"])
+        yield batch
+    """
+PARSE = '\nMORE = ""\ndef parsed(r):\n    return {**r, "qty": int(r["qty"] + MORE)}\n\n'
+
+
+def write_feed_job(shop: Shop, parse: str = PARSE) -> None:
+    lines = (line[4:] for line in (STOCK + FEED).splitlines())
+    body = "".join(f"    {line}\n" for line in lines)
+    text = f"{PRELUDE}{parse}@job\ndef sync(ctx):\n{body}"
+    shop.write_file(text, config="max_rejects = 5")
+
+
+def test_what_parse_refused_is_kept_raw_with_its_number_and_goes_through_parse_again(
+    shop: Shop,
+) -> None:
+    write_feed_job(shop)
+    bad(shop)
+    shop.project.write_file("feed.csv", "sku,qty\na,1\nb,\nc,3\nd,\n")
+    assert shop.run().code == 10
+    [b, d] = rejects(shop, "sync")
+    assert (b["record"], b["record_number"], b["raw"]) == ("{'sku': 'b', 'qty': ''}", 2, True)
+    assert b["reason"].startswith("record 2: ValueError: invalid literal")
+    assert (d["record_number"], d["can_retry"]) == (4, True)
+    write_feed_job(shop, PARSE.replace('MORE = ""', 'MORE = "0"'))
+    assert retry(shop, newest(shop)).code == 0
+    assert applied(shop) == ["a=2", "c=4", "b=1", "d=1"]
+
+
+def test_what_parse_refuses_again_waits_with_its_new_error(shop: Shop) -> None:
+    write_feed_job(shop)
+    bad(shop)
+    shop.project.write_file("feed.csv", "sku,qty\na,1\nb,\n")
+    assert shop.run().code == 10
+    first = newest(shop)
+    write_feed_job(shop, PARSE.replace("int(r", "float(r"))
+    assert retry(shop, first).code == 10
+    old, new = rejects(shop, first)
+    assert (old["state"], old["retry"]) == ("retried", newest(shop))
+    assert (new["state"], new["run"], new["raw"]) == ("open", newest(shop), True)
+    assert new["reason"].startswith("record 2: ValueError: could not convert")
+
+
+# --- retry ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rejected(shop: Shop) -> Shop:
+    """A shop with one finished run, of which 3, 8 and 9 were rejected."""
+    shop.write(STOCK + LOOP, config="max_rejects = 5")
+    bad(shop, 3, 8, 9)
+    assert shop.run().code == 10
+    return shop
+
+
+def test_a_retry_runs_just_the_rejects_through_the_same_job(rejected: Shop) -> None:
+    first = newest(rejected)
+    bad(rejected, 8)
+    ended = retry(rejected, first)
+    assert ended.code == 10, ended
+    assert applied(rejected)[-2:] == ["3", "9"]
+    assert sorted(map(int, applied(rejected))) == [n for n in range(20) if n != 8]
+    gone = [(1, "3", "retried"), (2, "8", "retried"), (3, "9", "retried")]
+    assert states(rejected, first) == [*gone, (4, "8", "open")]
+    bad(rejected)
+    assert retry(rejected, first).code == 0
+    assert states(rejected, first) == [*gone, (4, "8", "retried")]
+    assert sorted(map(int, applied(rejected))) == list(range(20))
+    assert rejected.rows("SELECT read, rejected, retry_of FROM run") == [
+        (20, 3, None),
+        (3, 1, first),
+        (1, 0, first),
+    ]
+
+
+def test_only_the_rejects_that_are_named_are_retried(rejected: Shop) -> None:
+    bad(rejected)
+    assert retry(rejected, "sync", 2).code == 0
+    assert applied(rejected)[-1] == "8"
+    ended = rejected.call("rejects", "list", "sync", "--json").document["rejects"]
+    assert [r["state"] for r in ended] == ["open", "retried", "open"]
+    again = retry(rejected, "sync", 2)
+    assert (again.code, again.err.splitlines()[0]) == (
+        4,
+        f"Run {newest(rejected)} of sync has no open reject that can be run again.",
+    )
+    assert len(rejected.rows("SELECT 1 FROM run")) == 2
+
+
+def test_a_reject_that_is_not_there_is_a_letter(rejected: Shop) -> None:
+    ended = retry(rejected, "sync", 4)
+    run = newest(rejected)
+    assert (ended.code, ended.err) == (
+        4,
+        f"Run {run} has no reject 4; it has 3.\nSee: batchrun rejects list {run}\n",
+    )
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["batch.handed_out", "target.commit", "target.committed", "checkpoint.rename", "ledger.commit"],
+)
+def test_a_retry_that_is_killed_goes_on_and_applies_each_record_once(
+    rejected: Shop, point: str
+) -> None:
+    first = newest(rejected)
+    bad(rejected)
+    rejected.write(STOCK + LOOP.replace("target", "size=2, target"), config="max_rejects = 5")
+    for number in (2, 3):  # commit 1 is the step
+        kill = f"{point}@{number}=kill"
+        ended = retry(rejected, first, point=kill) if number == 2 else rejected.run(point=kill)
+        assert ended.code == -signal.SIGKILL
+    refused = retry(rejected, first)
+    assert (refused.code, refused.err.splitlines()[0]) == (
+        13,
+        f"Run {newest(rejected)} of sync is unfinished.",
+    )
+    assert rejected.call("resume", newest(rejected), "--in-process").code == 0
+    assert [state for *_, state in states(rejected, first)] == ["retried"] * 3
+    assert sorted(map(int, applied(rejected))) == list(range(20))
+    assert applied(rejected)[-3:] == ["3", "8", "9"]
+
+
+def test_a_retry_that_is_cancelled_gives_back_what_it_has_not_done(rejected: Shop) -> None:
+    first = newest(rejected)
+    bad(rejected)
+    rejected.write(STOCK + LOOP.replace("target", "size=2, target"), config="max_rejects = 5")
+    assert retry(rejected, first, point="batch.handed_out@3=kill").code == -signal.SIGKILL
+    dropped = rejected.call("rejects", "drop", first, "--why", "old")
+    assert (dropped.code, dropped.err.splitlines()[0]) == (
+        13,
+        f"Run {newest(rejected)} of sync is unfinished.",
+    )
+    assert rejected.call("cancel", newest(rejected)).code == 0
+    left = [(1, "3", "retried"), (2, "8", "retried"), (3, "9", "open")]
+    assert states(rejected, first) == left
+    assert retry(rejected, first).code == 0
+    assert sorted(map(int, applied(rejected))) == list(range(20))
+
+
+def test_a_retry_needs_the_run_to_be_finished(shop: Shop) -> None:
+    shop.write(STOCK + LOOP, config="max_rejects = 1")
+    bad(shop, 3, 8)
+    assert shop.run().code == 1
+    run = newest(shop)
+    ended = retry(shop, "sync")
+    assert ended.code == 13
+    assert ended.err == (
+        f"Run {run} of sync is unfinished.\n"
+        "A job has one unfinished run at most, and a retry is a run of its own.\n"
+        "Nothing was started; the rejects are as they were.\n"
+        f"First type one of:\n  batchrun resume {run}\n  batchrun cancel {run}\n"
+    )
+
+
+TWO = f"""
+    ctx.step("note", lambda: done("step"))
+    for batch in ctx.batches(range(5), name="empty", target=stock):{WRITE}
+    for batch in ctx.batches(range(10, 15), name="bad", target=stock):{WRITE}
+    """
+
+
+def test_steps_run_and_loops_without_rejects_are_empty(shop: Shop) -> None:
+    shop.write(STOCK + TWO, config="max_rejects = 1")
+    bad(shop, 12)
+    assert shop.run().code == 10
+    bad(shop)
+    assert retry(shop, "sync").code == 0
+    assert shop.done() == ["step", "step"]
+    assert applied(shop) == ["0", "1", "2", "3", "4", "10", "11", "13", "14", "12"]
+
+
+def test_a_retry_has_the_settings_of_its_run(shop: Shop) -> None:
+    text = """
+from dataclasses import dataclass
+from batchrun import job
+
+@dataclass(frozen=True)
+class Settings:
+    bad: int = 0
+
+@job(settings=Settings)
+def sync(ctx):
+    for batch in ctx.batches(range(5)):
+        for record in batch:
+            if record == ctx.settings.bad:
+                batch.reject(record, "bad")
+        yield batch
+"""
+    shop.write_file(text, config="max_rejects = 1")
+    assert shop.run("--set", "bad=3").code == 10
+    assert retry(shop, "sync").code == 10
+    assert [(r["record"], r["state"]) for r in rejects(shop, "sync")] == [
+        ("3", "retried"),
+        ("3", "open"),
+    ]
+
+
+def test_a_retry_does_not_look_like_a_success_of_the_whole(rejected: Shop) -> None:
+    status = ("status", "sync", "--json")
+    [before] = rejected.call(*status).document["jobs"]
+    bad(rejected)
+    assert retry(rejected, "sync").code == 0
+    [after] = rejected.call(*status).document["jobs"]
+    assert before["last_success"] == after["last_success"]
+    report = rejected.call("report", newest(rejected)).out.splitlines()[0]
+    first = rejected.rows("SELECT retry_of FROM run ORDER BY key DESC")[0][0]
+    assert report == (
+        f"run {newest(rejected)} of sync: succeeded, a retry of rejects of run {first}"
+    )
+
+
+def test_min_of_last_is_not_fooled_by_a_retry(shop: Shop) -> None:
+    job = STOCK + FEED.replace(", parse=parsed", ", min_of_last=0.9").replace(
+        "r['qty'] + 1", "r['qty']"
+    )
+    job = job.replace(
+        "for r in batch:",
+        "for r in batch:\n                if r['sku'] in bad:\n"
+        "                    batch.reject(r, 'bad')\n                    continue",
+    )
+    shop.write(job, config="max_rejects = 5")
+    bad(shop, "s3")
+    feed = "".join(f"s{n},{n}\n" for n in range(20))
+    shop.project.write_file("feed.csv", f"sku,qty\n{feed}")
+    assert shop.run().code == 10
+    bad(shop)
+    assert retry(shop, "sync").code == 0
+    shop.project.write_file("feed.csv", "sku,qty\ns1,1\n")
+    assert "ended after 1 records: too few." in shop.letter(code=13)
+
+
+def test_a_timer_that_meets_an_unfinished_retry_goes_on_with_it_and_then_runs_the_whole(
+    rejected: Shop,
+) -> None:
+    bad(rejected)
+    killed = retry(rejected, "sync", point="batch.handed_out@2=kill")
+    assert killed.code == -signal.SIGKILL
+    assert rejected.run().code == 0
+    assert rejected.rows("SELECT state, read, retry_of IS NULL FROM run ORDER BY key") == [
+        ("succeeded", 20, 1),
+        ("succeeded", 3, 0),
+        ("succeeded", 20, 1),
+    ]
+
+
+def test_a_retry_goes_through_a_worker_of_its_own(rejected: Shop) -> None:
+    bad(rejected)
+    run = newest(rejected)
+    ended = rejected.project.run("rejects", "retry", "sync", "1")
+    assert ended == Ended(0, "", "")
+    assert applied(rejected)[-1] == "3"
+    assert [r["state"] for r in rejects(rejected, run)] == ["retried", "open", "open"]
+
+
+# --- list, show, drop -----------------------------------------------------------------------------
+
+
+def test_the_open_rejects_of_all_runs_are_listed(rejected: Shop) -> None:
+    first = newest(rejected)
+    lines = rejected.call("rejects", "list").out.splitlines()
+    assert lines[0].split() == ["run", "job", "ended", "open", "rejects"]
+    assert lines[1].split()[0] == first
+    assert lines[1].split()[-1] == "3"
+    bad(rejected)
+    assert retry(rejected, first).code == 0
+    assert rejected.call("rejects", "list").out == "no open rejects\n"
+
+
+def test_a_reject_is_shown_with_all_that_is_kept(rejected: Shop) -> None:
+    run = newest(rejected)
+    lines = rejected.call("rejects", "show", "sync", "1").out.splitlines()
+    assert lines[0] == f"reject 1 of run {run}: open"
+    assert lines[1].startswith("  commit    2 of attempt 1, loop main, ")
+    assert lines[1].endswith("Z, try 1")
+    assert lines[2:] == [
+        "  kept is   the job's record",
+        "  reason    3 is bad",
+        "  record    3",
+    ]
+
+
+def test_dropping_needs_a_reason_and_is_recorded(rejected: Shop) -> None:
+    run = newest(rejected)
+    ended = rejected.call("rejects", "drop", run, "1")
+    assert (ended.code, ended.err) == (
+        2,
+        f'Dropping rejects needs --why.\nWrite: batchrun rejects drop {run} --why "..."\n',
+    )
+    why = ("--why", "the supplier sent token=abcd1234")
+    assert (
+        rejected.call("rejects", "drop", run, "1", *why).out == f"1 rejects of run {run} dropped\n"
+    )
+    shown = rejected.call("rejects", "show", run, "1").out.splitlines()[0]
+    assert shown == f"reject 1 of run {run}: dropped: the supplier sent token=***"
+    event = rejected.rows("SELECT what, why FROM event WHERE what LIKE '%dropped'")
+    assert event == [("1 rejects dropped", "the supplier sent token=***")]
+    bad(rejected)
+    assert retry(rejected, run).code == 0
+    assert applied(rejected)[-2:] == ["8", "9"]
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("forget", "sync"), "There is no `rejects forget`."),
+        (("forget",), "`rejects forget` needs a RUN."),
+        (("drop",), "`rejects drop` needs a RUN."),
+    ],
+)
+def test_other_words_are_answered_with_what_to_type(
+    rejected: Shop, words: tuple[str, ...], what: str
+) -> None:
+    ended = rejected.call("rejects", *words)
+    assert (ended.code, ended.err) == (2, f"{what}\n{batchrun.REJECTS_TODO}\n")
+
+
+def test_rejects_of_which_only_text_is_kept_cannot_be_retried_and_say_so(shop: Shop) -> None:
+    loop = "class Odd(dict): ...\nfor batch in ctx.batches([Odd(a=1)]):\n"
+    shop.write(
+        f"{loop}    batch.reject(batch.records[0], 'odd')\n    yield batch",
+        config="max_rejects = 1",
+    )
+    assert shop.run().code == 10
+    assert "open, text only" in shop.call("rejects", "list", "sync").out
+    shown = shop.call("rejects", "show", "sync").out
+    assert "only its text is kept, so it cannot be retried" in shown
+    assert retry(shop, "sync").code == 4
