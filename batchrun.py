@@ -454,17 +454,13 @@ class Event(NamedTuple):
 
 
 class Reject(NamedTuple):
-    """A record that was left out, and the reason in words.
-
-    Attributes:
-        number: of the record in its source, from 1, if that is known.
-        raw: whether it is the source's own record, which `parse` has refused.
-    """
+    """A record that was left out, and the reason in words."""
 
     record: object
     reason: str
-    number: int | None = None
-    raw: bool = False
+    number: int | None = None  # of the record in its source, from 1, if that is known
+    raw: bool = False  # whether it is the source's own record, which `parse` has refused
+    handed: bool = True  # whether it is a record of the batch, or raw; a retry needs that
 
 
 class RejectRow(NamedTuple):
@@ -5979,13 +5975,23 @@ class Batch:
     def reject(self, record: object, reason: str) -> None:
         """Leave a record out, with a reason; it counts when the batch is committed.
 
+        One of the batch's own records can be run again later; of anything else the text is kept.
+
         Raises:
             JobError: the batch is closed already.
         """
         with self._context._own_code():
             self._require_open("reject()")
-            self._link.rejects.append(Reject(record, reason))
+            self._link.rejects.append(Reject(record, reason, handed=self._handed_out(record)))
             self._link.rejected += 1
+
+    def _handed_out(self, record: object) -> bool:
+        """Tell whether something is one of the records, or equal to one."""
+        if any(record is each for each in self.records):
+            return True
+        with contextlib.suppress(Exception):  # how to compare is the job's own code
+            return record in self.records
+        return False
 
     def count(self, **counts: int) -> None:
         """Add to the job's own counts, such as inserted=, updated=, unchanged=.
@@ -8387,9 +8393,11 @@ REJECT_MAX_CHARS = 65_536
 def kept_reject(reject: Reject) -> dict[str, object]:
     """Return the columns of a reject: its text, and its value if that holds no secret.
 
-    Both have a bound; what is too large, or of a type that no cursor has, is kept as text only.
+    Both have a bound; what is too large, of a type that no cursor has, or no record of the source
+    is kept as text only.
     """
-    plain, value = plain_text(reject.record), encode_restorable(reject.record)
+    plain = plain_text(reject.record)
+    value = encode_restorable(reject.record) if reject.handed else None
     text = mask_secrets(plain)
     if value is not None and (text != plain or mask_secrets(value) != value):
         value = None

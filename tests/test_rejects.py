@@ -207,6 +207,21 @@ def test_of_any_other_record_only_the_masked_text_is_kept(record: object, text: 
     assert (kept["record"], kept["value"]) == (text, None)
 
 
+def test_of_what_is_no_record_of_the_batch_only_the_text_is_kept(shop: Shop) -> None:
+    shop.write(
+        """
+        for batch in ctx.batches([{"sku": "a"}, {"sku": "b"}, {"sku": "c"}]):
+            batch.reject("a", "the key alone")
+            batch.reject({"sku": "b"}, "an equal copy")
+            batch.reject(batch.records[2], "itself")
+            yield batch
+        """,
+        config="max_rejects = 3",
+    )
+    assert shop.run().code == 10
+    assert [r["can_retry"] for r in rejects(shop, "sync")] == [False, True, True]
+
+
 def test_a_large_record_is_cut_and_says_so() -> None:
     kept = batchrun.kept_reject(Reject("x" * 70_000, "y" * 70_000))
     assert kept["value"] is None
