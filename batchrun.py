@@ -145,7 +145,7 @@ STATE_SENTENCES = {
     RunState.AWAITING: "stopped until a person or the outside answers; no process is needed",
     RunState.PAUSED: "stopped at a safe point on purpose; will go on",
     RunState.INTERRUPTED: "the process went away without deciding",
-    RunState.FAILED: "the job raised, and plan B was to fail",
+    RunState.FAILED: "the batch was not to be tried again, and plan B was to fail",
     RunState.SUCCEEDED: "everything was read and committed",
     RunState.CANCELLED: "someone decided that it shall not go on",
 }
@@ -168,10 +168,10 @@ TRANSITIONS: dict[tuple[str, str], str] = {
     ("reserved", "cancelled"): "cancelled before the first batch",
     ("running", "reserved"): "the attempt ended; the same supervisor begins the next one",
     ("running", "succeeded"): "the generator returned and every loop was read to its end",
-    ("running", "awaiting"): "the job stopped to wait for an answer",
+    ("running", "awaiting"): "the job stopped to wait for an answer, or used its tries up",
     ("running", "paused"): "stopped at a safe point on purpose",
     ("running", "interrupted"): "the worker went away without an ending",
-    ("running", "failed"): "the job raised",
+    ("running", "failed"): "the job raised, or its worker died, and plan B was to fail",
     ("running", "cancelled"): "cancelled at a safe point",
     ("awaiting", "reserved"): "the answer is there; a new attempt was admitted",
     ("awaiting", "cancelled"): "cancelled while it waited for an answer",
@@ -201,6 +201,7 @@ class Reason(StrEnum):
     HEALTH = "health"
     MAINTENANCE = "maintenance"
     DRAIN = "drain"
+    RETRY = "retry"
     POISON = "poison"
     APPROVAL = "approval"
 
@@ -215,6 +216,8 @@ class Ending(StrEnum):
     CHANGED = "source changed"
     CLEANED = "cleaned up"
     DIED = "died"
+    OVERDUE = "overdue"
+    RECYCLED = "recycled"
 
 
 class ExitCode(IntEnum):
@@ -332,6 +335,10 @@ class IllegalTransition(BatchrunError):
     """A verb found the run in a state from which it has no edge."""
 
 
+class Fatal(Exception):
+    """For a job to raise, or to derive from: trying the batch again would not help."""
+
+
 class Interrupted(BaseException):
     """Raised in the job's own frame when a batch is to be given up at once."""
 
@@ -377,6 +384,8 @@ class Run(NamedTuple):
     own_s: float
     error: str | None
     retry_of: str | None  # id of the run whose rejects this one takes up again
+    tried: str | None  # the armed try, as JSON: loop, cursor, limit; see section 12
+    tries: int  # how many tries of it were charged
 
     @property
     def finished(self) -> bool:
@@ -393,6 +402,7 @@ class Attempt(NamedTuple):
     began_at: str
     ended_at: str | None
     ending: str | None
+    reason: str | None
     exit_code: int | None
     signal: int | None
     error: str | None
@@ -402,6 +412,13 @@ class Attempt(NamedTuple):
     from_number: int
     to_number: int | None
     releases: list[dict[str, Any]]
+    charged: int  # whether its ending was charged as a try of the batch
+    retry: int | None  # whether trying again may help; None if that is no question
+
+    @property
+    def may_be_followed(self) -> bool:
+        """Whether the same supervisor may begin the next attempt without being asked."""
+        return bool(self.retry) or self.ending == Ending.RECYCLED
 
 
 class BatchRow(NamedTuple):
@@ -439,6 +456,12 @@ class Cleanup(NamedTuple):
     def call(self) -> str:
         """The call as it would be written."""
         return f"{self.function}({', '.join(f'{n}={v!r}' for n, v in self.arguments.items())})"
+
+
+def is_paused_by_person(run: Run) -> bool:
+    """Tell whether a person paused a run, or asked for it and its owner went away before."""
+    decided = run.state == RunState.PAUSED and run.reason == Reason.PERSON
+    return decided or run.request == Request.PAUSE
 
 
 class Event(NamedTuple):
@@ -587,6 +610,7 @@ TEMPORARY_SUFFIX = ".tmp"
 NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse.", "9p", "afs", "ceph", "glusterfs", "lustre")
 VOLATILE_FILE_SYSTEMS = ("tmpfs", "ramfs")
 VOLATILE_FOLDERS = ("/tmp", "/var/tmp", "/run")  # noqa: S108 - named in order to warn about them
+FRAME_BYTES = os.sysconf("SC_PAGE_SIZE")  # what the kernel counts memory in
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 STATUS_EVERY_S = EXTEND_EVERY_S = 1.0
 EXTEND_BY_S = 10.0  # a supervisor that falls silent gets this much, and no more
@@ -855,6 +879,41 @@ class Host:
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("500")
 
+    def own_gauges(self, *, dear: bool) -> dict[str, int]:
+        """Return what this process holds: `rss_bytes`, `open_files`, `threads`; 30 us.
+
+        `dear` adds `children` and `connections` (open sockets), which cost a call for each file.
+        """
+        frames = int(Path("/proc/self/statm").read_bytes().split()[1])
+        files, threads = (os.listdir(f"/proc/self/{of}") for of in ("fd", "task"))  # noqa: PTH208 - fast
+        gauges = {"rss_bytes": frames * FRAME_BYTES, "threads": len(threads)}
+        gauges["open_files"] = len(files) - 1  # one of them is the listing itself
+        if dear:
+            gauges["connections"] = sum(map(_is_socket, map(int, files)))
+            gauges["children"] = len(self.children())
+        return gauges
+
+    def oom_kills(self) -> int | None:
+        """Return how many processes the kernel has killed for want of memory; None if unknown.
+
+        Those of our own cgroup, plus those of the machine where it counts them: only a rise tells.
+        """
+        counted = []
+        for path in ("/proc/vmstat", *self._oom_files()):
+            with contextlib.suppress(OSError):
+                counted += re.findall(r"^oom_kill (\d+)$", Path(path).read_text(), re.MULTILINE)
+        return sum(map(int, counted)) if counted else None
+
+    def _oom_files(self) -> Iterator[str]:
+        """Yield where our memory cgroup, of version 1 or 2, counts its kills."""
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/cgroup").read_text().splitlines():
+                _, controllers, path = line.split(":", 2)
+                if controllers == "":
+                    yield f"/sys/fs/cgroup{path}/memory.events"
+                elif "memory" in controllers.split(","):
+                    yield f"/sys/fs/cgroup/memory{path}/memory.oom_control"
+
     @functools.cached_property
     def systemd(self) -> Systemd:
         """Who started us, perhaps, and wants to know; made before any child is started."""
@@ -1054,6 +1113,14 @@ def _unix_sockets() -> Iterator[bytes]:
                     return
                 yield answer[16:size]
                 answer = answer[(size + 3) & ~3 :]
+
+
+def _is_socket(descriptor: int) -> bool:
+    """Tell whether a descriptor of this process is an open socket."""
+    try:
+        return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+    except OSError:
+        return False
 
 
 def _prctl(option: int, value: int) -> None:
@@ -1398,6 +1465,7 @@ def url_path(url: str) -> str:
 _PATH = _text(Path, r"[^~\0][^\0]*", 'a path without "~", relative to the config file or whole,')
 _FUNCTION = _text(str, r"[A-Za-z_]\w*(:[A-Za-z_]\w*)?", '"function" or "module:function"')
 _REFUSE_OR_FRESH = _text(str, "refuse|fresh", '"refuse" or "fresh"')
+_PLAN_B = _text(str, "pause|fail|reject", '"pause", "fail" or "reject"')
 _JOB_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"  # it becomes a folder's name, and is typed
 
 
@@ -1416,6 +1484,13 @@ OPTIONS = {
     "max_rejects": ConfigKey("max_rejects", 0, _reject_limit, "of a run that still succeeds"),
     "on_changed_source": ConfigKey("on_changed_source", "refuse", _REFUSE_OR_FRESH, "what to do"),
     "max_fresh": ConfigKey("max_fresh", 2, _whole(0, 1000), "fresh starts in a row, at most"),
+    "max_tries": ConfigKey("max_tries", 5, _whole(1, 1000), "of one batch, then it is poison"),
+    "retry_for": ConfigKey("retry_for_s", "30m", parse_duration, "from the batch's first failure"),
+    "retry_first_wait": ConfigKey("retry_first_wait_s", "1s", parse_duration, "then 4 times that"),
+    "retry_max_wait": ConfigKey("retry_max_wait_s", "5m", parse_duration, "between two tries"),
+    "on_exhausted": ConfigKey("on_exhausted", "pause", _PLAN_B, "when trying again is over"),
+    "batch_timeout": ConfigKey("batch_timeout_s", "30m", parse_duration, "to commit in; 0: none"),
+    "recycle_above": ConfigKey("recycle_above_bytes", "0", parse_size, "RSS of a worker; 0: none"),
     "max_rss": ConfigKey("max_rss_bytes", 0, parse_size, "of the worker; more is bad; 0: no limit"),
 }
 _FACTOR = _text(str, "|".join(FACTORS), " or ".join(json.dumps(name) for name in FACTORS))
@@ -1510,6 +1585,13 @@ class JobConfig(NamedTuple):
     max_rejects: RejectLimit
     on_changed_source: str
     max_fresh: int
+    max_tries: int
+    retry_for_s: float
+    retry_first_wait_s: float
+    retry_max_wait_s: float
+    on_exhausted: str
+    batch_timeout_s: float
+    recycle_above_bytes: int
     max_rss_bytes: int
 
     @property
@@ -2689,7 +2771,8 @@ OWNED = (RunState.RESERVED, RunState.RUNNING)
 # A commit moves the run's row on, only if its generation and number are still those.
 MOVE_ON = """UPDATE run SET number = :number, hash = :hash, checkpoint = :content,
   batches = :batches, read = :read, rejected = :rejected, counts = :counts,
-  read_s = read_s + :read_s, work_s = work_s + :work_s, own_s = own_s + :own_s
+  read_s = read_s + :read_s, work_s = work_s + :work_s, own_s = own_s + :own_s,
+  tried = :following, tries = 0
   WHERE key = :key AND generation = :generation AND number = :number - 1 RETURNING request"""
 # The edge that honours a request clears it; a new attempt outdates a pause, never a cancel.
 MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error = :error,
@@ -2706,6 +2789,8 @@ REJECTS = """SELECT * FROM (
     j.tries, j.state, n.id AS retry, j.why, j.run AS key
   FROM reject j JOIN run r ON r.key = j.run LEFT JOIN run n ON n.key = j.retry
   WHERE j.confirmed AND j.run IN (SELECT key FROM run WHERE id = ?1 OR retry_of = ?1))"""
+# Another key is another batch, of which no try was charged yet.
+ARM = """UPDATE run SET tries = iif(tried IS :tried, tries, 0), tried = :tried WHERE key = :key"""
 SAID = "said"  # an event whose `why` is a line for people
 LINK_COLUMNS = ("first_key", "last_key", "read", "rejected", "counts", "elapsed_s")
 
@@ -2727,6 +2812,7 @@ class AttemptEnd(NamedTuple):
     error: str = ""
     unchanged: str = ""
     todo: str = ""
+    retry: bool | None = None  # as in Attempt
 
 
 DIED = AttemptEnd(Ending.DIED, ExitCode.FAILED)
@@ -2773,11 +2859,33 @@ class Start(NamedTuple):
     retry: Retry | None = None  # what a new run takes up in the place of its sources
 
 
+class After(NamedTuple):
+    """What becomes of a run after an attempt; `why` is for people, and kept where nothing goes on.
+
+    A run that stays `reserved` is kept by its supervisor, which begins the next attempt.
+    """
+
+    state: RunState
+    reason: str = ""
+    why: str = ""
+
+
 STATE_AFTER = {
     Ending.SUCCEEDED: RunState.SUCCEEDED,
     Ending.STOPPED: RunState.PAUSED,
     Ending.DIED: RunState.INTERRUPTED,
 }  # and failed after every other ending
+
+
+def after_ending(run: Run, attempt: Attempt) -> After:
+    """Return what becomes of a run whose next attempt nobody is there to begin."""
+    state = STATE_AFTER.get(cast("Ending", attempt.ending), RunState.FAILED)
+    if attempt.may_be_followed:
+        state = RunState.INTERRUPTED  # plan B is the supervisor's, and it went away
+    if attempt.ending == Ending.STOPPED and run.request == Request.CANCEL:
+        state = RunState.CANCELLED
+    return After(state, attempt.reason or "", attempt.error or "")
+
 
 TABLES: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch"}
 TABLES |= {Reading: "reading", HealthCheck: "health_check"}
@@ -3100,8 +3208,9 @@ class Ledger:
             reach("admit.judged")
             said: list[str] = []
             run = self.unfinished(job)
+            kept = run is not None and self._is_kept(run, start.owner)
             if run is not None:
-                run = self._settled(run, start, said)
+                run = self._settled(run, start, said, kept=kept)
             if start.retry and run is not None and not run.finished:
                 raise unfinished_before_retry(run)
             if start.only_resume and (run is None or run.finished):
@@ -3109,7 +3218,7 @@ class Ledger:
             if run is None or run.finished:
                 run = self._insert_run(job, start)
             else:
-                self._take_over(run, start, agree(run), said)
+                self._take_over(run, start, agree(run), said, kept=kept)
             generation = self._insert_attempt(run, start.owner)
             reach("admit.commit")
         reach("admit.committed")
@@ -3151,9 +3260,14 @@ class Ledger:
         if self._connection.total_changes() == before:
             raise nothing_to_retry(retry.of)
 
-    def _settled(self, run: Run, start: Start, said: list[str]) -> Run:
+    def _is_kept(self, run: Run, owner: ProcessIdentity) -> bool:
+        """Tell whether this very supervisor keeps a run between two of its attempts."""
+        last = self.last_attempt(run) if run.state == RunState.RESERVED else None
+        return last is not None and last.may_be_followed and last.supervisor == owner
+
+    def _settled(self, run: Run, start: Start, said: list[str], *, kept: bool) -> Run:
         """Bring a run whose owner is gone to the state that its last attempt earned."""
-        if run.state in OWNED:
+        if run.state in OWNED and not kept:
             run = self._settle(run, DIED, start.who)
             said.append(f"run {run.id} was left by its owner: {run.state}")
         if not run.finished and (start.fresh or run.request == Request.CANCEL):
@@ -3164,13 +3278,21 @@ class Ledger:
             start.require_may_go_on(run)
         return run
 
-    def _take_over(self, run: Run, start: Start, agreement: Agreement, said: list[str]) -> None:
+    def _take_over(
+        self, run: Run, start: Start, agreement: Agreement, said: list[str], *, kept: bool
+    ) -> None:
         """Bring an unfinished run to `reserved`, with ledger and checkpoint made to agree."""
         if agreement.forward is not None:
             content, digest = checkpoint_bytes(agreement.forward)
             self._apply_commit(run, agreement.forward, content, digest, run.generation)
             self._confirm_rejects(run, agreement.forward)
-        self._move(run, RunState.RESERVED, who=start.who, why=agreement.said)
+        if not kept:
+            self._move(run, RunState.RESERVED, who=start.who, why=agreement.said)
+        elif agreement.said:
+            self._event(run.key, run.job, start.who, RunState.RESERVED, agreement.said)
+        decided = run.state in (RunState.FAILED, RunState.AWAITING)
+        if decided or is_paused_by_person(run):  # and now decided anew: all tries are free again
+            self._set("run", {"key": run.key}, tries=0)
         self._keep_overrides(run, start)
         if agreement.content is not None:
             start.write_checkpoint(run.id, agreement.content)
@@ -3217,11 +3339,19 @@ class Ledger:
             self._set("run", {"key": run.key, "number": 0}, hash=basis.first_hash)
         return self.run(run.key)
 
-    def begin_batches(self, run: Run, generation: int, expected: int | None) -> None:
+    def begin_batches(
+        self, run: Run, generation: int, expected: int | None, tried: str | None = None
+    ) -> None:
         """Move a run from `reserved` to `running`: its worker hands out the first batch now."""
         with self._owning(run, generation):
             self._set("run", {"key": run.key}, expected=expected)
+            self._sql(ARM, {"key": run.key, "tried": tried})
             self._move(run, RunState.RUNNING, who="worker")
+
+    def arm(self, run: Run, generation: int, tried: str) -> None:
+        """Record the try that begins now, where neither `begin_batches` nor a commit foresaw it."""
+        with self._owning(run, generation):
+            self._sql(ARM, {"key": run.key, "tried": tried})
 
     def commit(
         self,
@@ -3231,12 +3361,15 @@ class Ledger:
         digest: str,
         spent: tuple[float, float, float],
         publish: Callable[[], None],
+        following: str | None = None,
+        gauges: Mapping[str, int] = {},
     ) -> str | None:
         """Record one commit and put its checkpoint in place, under one write lock.
 
         The checkpoint's generation fences the write; `content` is its bytes, durable under a
         temporary name, which `publish` renames into place inside the transaction; `spent` is
-        seconds of reading, of the job's own work, and of batchrun since the last commit.
+        seconds of reading, of the job's own work, and of batchrun since the last commit;
+        `following` is the try that is armed by it, `gauges` what the worker holds.
 
         Returns:
             What is requested of the run, if anything.
@@ -3249,7 +3382,8 @@ class Ledger:
         with self._writing():
             reach("ledger.begun", number)
             fence = checkpoint.generation
-            request = self._apply_commit(run, checkpoint, content, digest, fence, *spent)
+            applied = (run, checkpoint, content, digest, fence, spent, following, gauges)
+            request = self._apply_commit(*applied)
             self._confirm_rejects(run, checkpoint)
             publish()
             reach("ledger.commit", number)
@@ -3263,22 +3397,23 @@ class Ledger:
         content: bytes,
         digest: str,
         generation: int,
-        read_s: float = 0.0,
-        work_s: float = 0.0,
-        own_s: float = 0.0,
+        spent: tuple[float, float, float] = (0.0, 0.0, 0.0),
+        following: str | None = None,
+        gauges: Mapping[str, int] = {},
     ) -> str | None:
         """Write a commit's two rows: the fenced one of the run, and its own."""
         named = ("number", "generation", "kind", "loop", "cursor", "at")
         of_commit = {name: getattr(checkpoint, name) for name in named}
         totals = {**checkpoint.totals, "counts": _compact(checkpoint.totals["counts"])}
-        times = {"read_s": read_s, "work_s": work_s, "own_s": own_s}
+        times = dict(zip(("read_s", "work_s", "own_s"), spent, strict=True))
         fence = {"key": run.key, "generation": generation, "number": checkpoint.number}
         moved = {**totals, **times, **fence, "hash": digest, "content": content}
+        moved["following"] = following
         fenced = self._sql(MOVE_ON, moved).fetchone()
         if fenced is None:
             raise lost_ownership(run, generation)
         of_link = {name: checkpoint.link[name] for name in LINK_COLUMNS}
-        self._insert("batch", run=run.key, hash=digest, **of_commit, **of_link)
+        self._insert("batch", run=run.key, hash=digest, **of_commit, **of_link, **gauges)
         return cast("str | None", fenced[0])
 
     def stage_rejects(
@@ -3358,35 +3493,74 @@ class Ledger:
 
     def _write_end(self, key: int, generation: int, end: AttemptEnd) -> None:
         """Record how an attempt ended, unless its worker has said it already."""
+        said: dict[str, object] = {"run": key, "generation": generation, "ending": None}
+        if end.ending in (Ending.OVERDUE, Ending.RECYCLED):  # the worker knew only: stop
+            self._set("attempt", said | {"ending": Ending.STOPPED}, ending=None)
         self._set(
             "attempt",
-            {"run": key, "generation": generation, "ending": None},
+            said,
             ended_at=self._host.now(),
             cleans_until=None,
             to_number=self.run(key).number,
             **end._asdict(),
         )
 
-    def settle(self, run: Run, generation: int, seen: AttemptEnd, **diagnosis: int | None) -> Run:
+    def settle(
+        self,
+        run: Run,
+        generation: int,
+        seen: AttemptEnd,
+        decide: Callable[[Run, Attempt], After] = after_ending,
+        **diagnosis: int | None,
+    ) -> Run:
         """Make the run's edge from what the attempt recorded; only with the job's lock held.
 
-        `seen` is recorded if the worker recorded nothing; `diagnosis` is `signal` and
-        `peak_rss_bytes` of the worker's process.
+        `seen` is recorded if the worker recorded nothing; `decide` is asked what follows, inside
+        the transaction, when the try is charged; `diagnosis` is `signal` and `peak_rss_bytes` of
+        the worker's process.
         """
         with self._owning(run, generation):
             if diagnosis:
                 self._set("attempt", {"run": run.key, "generation": generation}, **diagnosis)
-            return self._settle(self.run(run.key), seen, "supervisor")
+            return self._settle(self.run(run.key), seen, "supervisor", decide)
 
-    def _settle(self, run: Run, seen: AttemptEnd, who: str) -> Run:
-        """Turn the newest attempt's ending into the run's state."""
+    def _settle(
+        self,
+        run: Run,
+        seen: AttemptEnd,
+        who: str,
+        decide: Callable[[Run, Attempt], After] = after_ending,
+    ) -> Run:
+        """Turn the newest attempt's ending into the run's state, and charge its try."""
         self._write_end(run.key, run.generation, seen)
-        sql = "SELECT ending, reason, error FROM attempt WHERE run = ? AND generation = ?"
-        ending, reason, error = self._sql(sql, (run.key, run.generation)).fetchone()
-        state = STATE_AFTER.get(ending, RunState.FAILED)
-        if ending == Ending.STOPPED and run.request == Request.CANCEL:
-            state = RunState.CANCELLED
-        return self._move(run, state, who=who, why=error or "", reason=reason)
+        attempt = cast("Attempt", self.last_attempt(run))
+        run = self._charge(run, attempt)
+        state, reason, why = decide(run, attempt)
+        if state != run.state:
+            return self._move(run, state, who=who, why=why, reason=reason)
+        self._event(run.key, run.job, who, state, why)
+        return run
+
+    def _charge(self, run: Run, attempt: Attempt) -> Run:
+        """Charge the armed try once, if the batch caused the ending; see section 12."""
+        caused = attempt.retry is not None
+        if attempt.ending == Ending.DIED and run.state != RunState.RUNNING:
+            caused = False  # no batch was open
+        if not caused or attempt.charged:
+            return run
+        self._set("attempt", {"run": run.key, "generation": attempt.generation}, charged=1)
+        self._set("run", {"key": run.key}, tries=run.tries + 1)
+        return self.run(run.key)
+
+    def rest(self, run: Run, reason: Reason, why: str) -> Run:
+        """Let a run rest that is kept between two attempts: paused, or as was requested."""
+        with self._owning(run, run.generation):
+            run = self.run(run.key)
+            to = RunState.CANCELLED if run.request == Request.CANCEL else RunState.PAUSED
+            if run.request == Request.PAUSE:
+                reason, why = Reason.PERSON, ""
+            reason = Reason.NONE if to == RunState.CANCELLED else reason
+            return self._move(run, to, who="supervisor", why=why, reason=reason)
 
     # -- verbs: cleanups -------------------------------------------------------------------
 
@@ -3612,7 +3786,8 @@ class Ledger:
             )
         bound = {"key": run.key, "state": run.state, "to": to, "reason": reason}
         bound |= {"now": self._host.now(), "ends": to in FINISHED}
-        bound["error"] = why if to in (RunState.FAILED, RunState.INTERRUPTED) else None
+        told = to in (RunState.FAILED, RunState.INTERRUPTED, RunState.AWAITING)
+        bound["error"] = why if told or reason == Reason.RETRY else None
         if self._sql(MOVE, bound).fetchone() is None:
             raise IllegalTransition(f"Run {run.id} was no longer {run.state}.")
         said = f"{to} ({reason})" if reason else str(to)
@@ -5189,6 +5364,7 @@ class Job:
         settings: the frozen dataclass of its settings, or None if it has none.
         version: of the job's checkpoints.
         resumes: older version -> function that turns its cursor into one of this version.
+        retry_if: tells from an exception of the job whether trying again may help; None: always.
     """
 
     def __init__(
@@ -5197,9 +5373,11 @@ class Job:
         settings: type | None,
         version: int,
         resumes: dict[int, Callable[[Any], Any]],
+        retry_if: Callable[[BaseException], object] | None = None,
     ) -> None:
         self.function, self.settings = function, settings
         self.version, self.resumes = version, resumes
+        self.retry_if = retry_if
 
     @property
     def title(self) -> str:
@@ -5238,6 +5416,7 @@ def job(
     settings: type | None = None,
     version: int = 1,
     resumes: dict[int, Callable[[Any], Any]] | None = None,
+    retry_if: Callable[[BaseException], object] | None = None,
 ) -> Callable[[Callable[..., Iterator[Any]]], Job]: ...
 
 
@@ -5248,6 +5427,7 @@ def job(
     settings: type | None = None,
     version: int = 1,
     resumes: dict[int, Callable[[Any], Any]] | None = None,
+    retry_if: Callable[[BaseException], object] | None = None,
 ) -> Any:
     """Declare a generator function as a job.
 
@@ -5256,6 +5436,7 @@ def job(
         settings: a frozen dataclass; its fields are the keys that `[jobs.NAME]` may have.
         version: raise it when older checkpoints do not fit any more.
         resumes: older version -> function from its cursor to one of this version.
+        retry_if: called with an exception of the job; whether trying the batch again may help.
 
     Raises:
         JobError: the function is no generator function.
@@ -5263,7 +5444,7 @@ def job(
 
     def declare(function: Callable[..., Any]) -> Job:
         if function.__code__.co_flags & 0x20:  # inspect.CO_GENERATOR, without importing it
-            return Job(function, settings, version, dict(resumes or {}))
+            return Job(function, settings, version, dict(resumes or {}), retry_if)
         raise JobError(
             f"The job {function.__name__} never yields.",
             why="A job yields each batch after its work; yielding is what commits it.",
@@ -5586,6 +5767,7 @@ class Link:
     rejected = 0
     # generation under which the rejects are in the ledger already; None if they are not
     staged: int | None = None
+    following: str | None = None  # the try that is armed by it, as JSON; None: not foreseen
     first_key: Any = None
     last_key: Any = None
     marked = False  # whether the loop's target holds this number now
@@ -5938,6 +6120,7 @@ class Batch:
             rejected=len(portion.rejects),
             first_key=portion.first_key,
             last_key=portion.last_key,
+            following=loop.try_after(portion.cursor),
             source=loop.fingerprint,
             began=context._host.monotonic(),
         )
@@ -6066,6 +6249,10 @@ class Loop:
                 self.exhausted = True
         return None
 
+    def try_after(self, cursor: Any) -> str:
+        """Return the key of the try of the batch that begins after a cursor, as JSON."""
+        return _compact([self.name, encode_cursor(cursor), self.size])
+
     def _read(self) -> Portion:
         """Read until the batch is full, and take the time; reading may be interrupted."""
         host = self._context._host
@@ -6078,11 +6265,13 @@ class Loop:
 
     def _hand_out(self, portion: Portion) -> Batch:
         """Make the batch that the job works on now."""
-        context = self._context
+        context, course = self._context, self._context._course
+        tried = self.try_after(course.cursor if course.loop == self.name else None)
         if not context._handed_out:
             context._handed_out = True
             total = getattr(self._source, "total", None)
-            context._driver.begin_batches(total() if total is not None else None)
+            context._driver.begin_batches(total() if total is not None else None, tried)
+        context._driver.begin_try(tried)
         context._current = batch = Batch(context, portion, self)
         reach("batch.handed_out", batch.number)
         return batch
@@ -6094,8 +6283,11 @@ class Driver(Protocol):
     def commit(self, link: Link) -> None:
         """Make one commit."""
 
-    def begin_batches(self, expected: int | None) -> None:
-        """Record that the first batch is handed out."""
+    def begin_batches(self, expected: int | None, tried: str) -> None:
+        """Record that the first batch is handed out, and arm its try."""
+
+    def begin_try(self, tried: str) -> None:
+        """See that the try of the batch that is handed out is armed."""
 
     def stage_rejects(self, number: int, link: Link) -> None:
         """Store a commit's rejects, which do not count yet; refuse too many."""
@@ -7811,12 +8003,6 @@ def adopt_newest(state: StateDirectory, checkpoints: list[Checkpoint], host: Hos
                 state.store(checkpoint.job).remove(checkpoint.run)
 
 
-def is_paused_by_person(run: Run) -> bool:
-    """Tell whether a person paused a run, or asked for it and its owner went away before."""
-    decided = run.state == RunState.PAUSED and run.reason == Reason.PERSON
-    return decided or run.request == Request.PAUSE
-
-
 class Standing(NamedTuple):
     """How a run stands in truth; the ledger's row alone does not know that its owner died."""
 
@@ -7857,7 +8043,9 @@ def owned_standing(run: Run, attempt: Attempt | None, resume: str, host: Host) -
             why = f"Process {process.pid} is stopped (SIGSTOP, or a debugger)."
             return Standing(run.state, why, f"kill -CONT {process.pid}", needs_someone=True)
     if alive[0] == owners[0]:
-        return Standing(run.state, "", f"batchrun pause {run.id}")
+        waits = attempt is not None and attempt.may_be_followed
+        why = f"{attempt.error}\nAnother attempt follows." if attempt and waits else ""
+        return Standing(run.state, why, f"batchrun pause {run.id}")
     why = f"Its supervisor is gone; worker {alive[0].pid} commits its last batch and leaves."
     return Standing(run.state, why, resume, is_due=True)
 
@@ -7899,6 +8087,10 @@ def only_unfinished(ledger: Ledger) -> Run:
 # and rename share one write lock, which a takeover must also take. A failed fsync, rename or
 # COMMIT has an unknown outcome: the process cleans up, writes nothing more, and ends with 5.
 #
+# What the worker holds is recorded with each commit; past `recycle_above` the attempt ends at that
+# safe point, and a fresh worker goes on. An exception of the job ends the attempt; whether trying
+# again may help is asked here, where the exception is at hand, and recorded (`attempt.retry`).
+#
 # What the attempt holds is released after its last commit and before its end is recorded (section
 # 8), and before the job's first line what earlier attempts of the job recorded and could not
 # release. While that goes on, nothing in it is interrupted but by its own time limit, and the
@@ -7908,6 +8100,7 @@ def only_unfinished(ledger: Ledger) -> Run:
 # An attempt whose ending cannot be recorded (UNRECORDED) says so in its last words: a file without
 # a name, made by the supervisor, which takes them on a full disk too.
 
+DEAR_GAUGES_EVERY_S = 1.0
 UNRECORDED = (ExitCode.STATE_DIRECTORY, ExitCode.LOST_OWNERSHIP, ExitCode.BUSY)
 
 
@@ -7938,12 +8131,14 @@ class Gate:
         request: what is requested of the run in the ledger.
         shut: whether the job was told to end, by `SafeStop` or `Interrupted`; it may have caught
             that, so from then on nothing is committed.
+        outgrown_bytes: what the worker holds, if that is more than it may.
     """
 
     def __init__(self, supervisor: int, batches: int | None) -> None:
         self._supervisor, self._batches_left = supervisor, batches
         self.stop = self.shut = False
         self.request: str | None = None
+        self.outgrown_bytes = 0
 
     def reason_to_stop(self) -> Reason:
         """Return why to stop here, or `Reason.NONE`."""
@@ -7953,9 +8148,13 @@ class Gate:
             return Reason.STOP
         return Reason.NONE
 
+    def is_closed(self) -> bool:
+        """Tell whether the attempt is to end at its next safe point."""
+        return bool(self.reason_to_stop() or self.outgrown_bytes)
+
     def require_open(self) -> None:
         """Raise `SafeStop` if the attempt is to end at this safe point."""
-        if self.shut or self.reason_to_stop():
+        if self.shut or self.is_closed():
             self.shut = True
             raise SafeStop
 
@@ -7985,6 +8184,7 @@ class Worker:
         self._context: Context[Any] | None = None
         self._generator: Any = None
         self._marked_at, self._own_s = host.monotonic(), 0.0
+        self._armed, self._dear_at = "", float("-inf")
         self._cleanups = CleanupStack(host, self._job_config.cleanup_timeout_s)
         self._silenced: BatchrunError | None = None  # why nothing may be written any more
         self.gate = Gate(order.supervisor, order.batches)
@@ -8113,15 +8313,38 @@ class Worker:
         if isinstance(error, BatchrunError) and error.exit_code in UNRECORDED:
             return letter_end(error)
         if self.gate.shut or isinstance(error, SafeStop | Interrupted):
-            reason = self.gate.reason_to_stop() or Reason.STOP
-            return AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, reason)
+            return self._stopped()
         if isinstance(error, BatchrunError):
             return letter_end(error)
         log_traceback(error)
         current = self._context._current if self._context else None
         where = f" in batch {current.number}" if current else ""
-        what = f"The job raised {error_text(error)}{where}."
-        return AttemptEnd(Ending.RAISED, ExitCode.FAILED, error=what)
+        retry, said = self._may_retry(error)
+        what = f"The job raised {error_text(error)}{where}.{said}"
+        if retry and (reason := self.gate.reason_to_stop()):  # which may have caused it
+            return AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, reason, error=what)
+        return AttemptEnd(Ending.RAISED, ExitCode.FAILED, error=what, retry=retry)
+
+    def _stopped(self) -> AttemptEnd:
+        """Return the end at a safe point: somebody asked for it, or the worker has outgrown."""
+        reason, held = self.gate.reason_to_stop(), self.gate.outgrown_bytes
+        if reason or not held:
+            return AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, reason or Reason.STOP)
+        what = f"The worker held {megabytes(held)}, more than recycle_above."
+        return AttemptEnd(Ending.RECYCLED, ExitCode.STOPPED, error=what)
+
+    def _may_retry(self, error: BaseException) -> tuple[bool, str]:
+        """Return whether trying again may help, and why not, in words."""
+        asked = getattr(self, "_job", None)
+        if isinstance(error, Fatal):
+            return False, "\nIt is not tried again: that is Fatal."
+        if asked is None or asked.retry_if is None:
+            return True, ""
+        try:
+            retry = bool(asked.retry_if(error))
+        except BaseException as raised:  # noqa: BLE001 - the job's own code, at the end of the attempt
+            return False, f"\nIt is not tried again: retry_if raised {error_text(raised)}."
+        return retry, "" if retry else "\nIt is not tried again: retry_if said so."
 
     def _clean_up(self, end: AttemptEnd) -> tuple[AttemptEnd, list[dict[str, Any]]]:
         """Release what the job holds, in reverse order; outside its frame, so uninterrupted.
@@ -8255,13 +8478,17 @@ class Worker:
             reach("commit.prepared", number)
             if not holds_lock(self._order.lock, self._lock_path):
                 raise lost_ownership(course.run, course.generation)
-            commit = self._ledger.commit
-            self.gate.request = commit(course.run, checkpoint, content, digest, spent, publish)
+            gauges = self._gauges()
+            more = (spent, publish, link.following, gauges)
+            self.gate.request = self._ledger.commit(course.run, checkpoint, content, digest, *more)
         except BaseException:
             self._store.discard(temporary)
             raise
         behind = Course(course.run, course.generation, checkpoint)  # as a resume would
         vars(course).update(vars(behind), hash=digest)
+        self._armed = link.following or ""
+        if 0 < self._job_config.recycle_above_bytes < gauges["rss_bytes"]:
+            self.gate.outgrown_bytes = gauges["rss_bytes"]
         self._marked_at = self._host.monotonic()
         self._own_s = self._marked_at - began
 
@@ -8294,6 +8521,13 @@ class Worker:
             unchanged=f"{undone} {course.number} stands.",
             todo=f"Mend the records, or raise max_rejects in [jobs.{self._order.job}].",
         )
+
+    def _gauges(self) -> dict[str, int]:
+        """Return what this process holds; the dear ones at most once a second."""
+        now = self._host.monotonic()
+        dear = now - self._dear_at >= DEAR_GAUGES_EVERY_S
+        self._dear_at = now if dear else self._dear_at
+        return self._host.own_gauges(dear=dear)
 
     def _spent(self, began: float) -> tuple[float, float, float]:
         """Return seconds of reading, of the job's work, and of batchrun, since the last commit."""
@@ -8348,9 +8582,16 @@ class Worker:
             at=self._host.now(),
         )
 
-    def begin_batches(self, expected: int | None) -> None:
+    def begin_batches(self, expected: int | None, tried: str) -> None:
         """Move the run to `running`, right before its first batch is handed out."""
-        self._ledger.begin_batches(self._run, self._order.generation, expected)
+        self._ledger.begin_batches(self._run, self._order.generation, expected, tried)
+        self._armed = tried
+
+    def begin_try(self, tried: str) -> None:
+        """See that the try of a batch is armed; only the first of a later loop is not yet."""
+        if tried != self._armed:
+            self._ledger.arm(self._run, self._order.generation, tried)
+            self._armed = tried
 
     def stage_rejects(self, number: int, link: Link) -> None:
         """Store rejects that do not count before their batch is committed; refuse too many."""
@@ -8370,7 +8611,7 @@ class Worker:
 
     def stop_is_asked(self) -> bool:
         """Tell whether the attempt is to stop at its next safe point."""
-        return bool(self.gate.reason_to_stop())
+        return self.gate.is_closed()
 
     def say(self, text: str) -> None:
         """Record a line that the supervisor shows."""
@@ -8463,6 +8704,11 @@ def letter_text(end: AttemptEnd | Attempt) -> str:
     return "\n".join(part for part in (end.error, end.unchanged, end.todo) if part)
 
 
+def megabytes(size: int) -> str:
+    """Return a size in bytes for people, `512 MB`."""
+    return f"{size / 1_000_000:,.0f} MB"
+
+
 def log_traceback(error: BaseException) -> None:
     """Write a traceback to standard error, which is a worker's log."""
     import traceback  # only when something went wrong
@@ -8536,6 +8782,30 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 # generation. The lock is released if and only if nothing that the worker started lives any more;
 # on every other way out it stays locked until the last process that has it open is gone.
 #
+# After an attempt its run finishes, rests, or is kept `reserved` by the same supervisor, which
+# waits and begins the next attempt through the same admission:
+#
+#   a try is the work on one batch: (loop, cursor that it begins after, limit of records). It is
+#   armed durably before the work: by `begin_batches`, and by a commit for the batch after it.
+#
+#   charged    +1 to the armed try, by the edge that is made from the attempt's ending, if and only
+#              if the batch caused that: its job raised an exception of its own; its worker died
+#              while a batch was open, and the supervisor, alive, had not asked for it; or it did
+#              not commit within batch_timeout
+#   not        stops, and what a job or its worker does once one was asked for; recycling, lost
+#              ownership, letters (a broken contract, disk, a person needed). Nor a death that no
+#              supervisor saw: of two killed together there are the same rows as after a deploy, a
+#              reboot or a power cut. Only an exception that the worker had recorded before is
+#              proof enough, and charged by the next start
+#
+#   tried again    after RAISED, if `attempt.retry` says so, after a death and after OVERDUE, with
+#                  waits of 1, 4, 16, ... s and jitter; after RECYCLED at once
+#   plan B         at max_tries charged or retry_for after the batch's first failure: on_exhausted
+#   poison         max_tries charged, and plan B is not to fail: the run awaits a person. A person's
+#                  `resume` begins to count anew, and so does every start of a failed run
+#
+# A supervisor that is killed while it waits leaves the run to the next start, as interrupted.
+#
 #   first stop     SIGTERM to the worker: it ends at its next safe point
 #   second stop    SIGUSR1, also when stop_grace is over: the batch is given up and rolled back
 #   third stop     SIGKILL, also 10 s or stop_grace (the less) later: out; the run can be resumed
@@ -8559,6 +8829,7 @@ WATCH_INTERVAL_S = 0.2
 ONE_STOP_S = {signal.SIGINT: 0.2}  # a second signal sooner than this is the same one
 ONE_STOP_DEFAULT_S = 1.0
 KILL_AFTER_INTERRUPT_S = 10.0  # or stop_grace again, if that is less
+RETRY_FACTOR = 4  # each wait is so much longer than the one before
 ORPHAN_GRACE_S = 2.0
 
 
@@ -8610,6 +8881,8 @@ class Supervisor:
         self._me = cast("ProcessIdentity", host.identify())
         self._who = f"supervisor {self._me.pid}"
         self._stops = StopCounter(host)
+        self._patience = Patience(self._job_config, host)
+        self._began_with: dict[int, int] = {}  # key of a run -> its batches when we admitted it
         self._nothing_lives = True  # of what our workers started
 
     # -- from start to end -------------------------------------------------------------------
@@ -8695,25 +8968,38 @@ class Supervisor:
         )
 
     def _run_until_done(self) -> Outcome:
-        """Make one attempt, and begin anew if its source changed and the job wants that."""
+        """Make attempts until the run is not kept any more, also of a run begun anew."""
         if (cancelled := self._to_cancel()) is not None:
             return self._clean_and_cancel(cancelled)
         if self._launch.only_resume and self._ledger.unfinished(self._launch.job) is None:
             return Outcome(ExitCode.DONE, self._ledger.latest(self._launch.job))
         outcome = self._attempt(self._admit())
-        while (run := outcome.run) is not None and self._found_another_source(run):
-            if run.fresh_in_a_row >= self._job_config.max_fresh:
-                what = f"The source of {run.job} changed {run.fresh_in_a_row + 1} times in a row."
-                todo = f"Let the source stand still, or type: batchrun run {run.job} --fresh"
-                stands = f"Run {run.id} stands as it is."
-                letter = str(PersonNeeded(what, unchanged=stands, todo=todo))
-                return Outcome(ExitCode.PERSON_NEEDED, run, letter)
-            reason = "its source changed"
-            self._watcher.say(f"run {run.id} is cancelled, {reason}; a new one begins")
-            outcome = self._attempt(self._admit(fresh_reason=reason))
+        while (run := outcome.run) is not None:
+            if run.state == RunState.RESERVED and not self._launch.in_process:
+                outcome = self._attempt_again(run)
+            elif run.fresh_in_a_row < self._job_config.max_fresh and self._found_another_source(
+                run
+            ):
+                reason = "its source changed"
+                self._watcher.say(f"run {run.id} is cancelled, {reason}; a new one begins")
+                outcome = self._attempt(self._admit(fresh_reason=reason))
+            else:
+                break
+        return self._unless_more_is_to_do(outcome)
+
+    def _unless_more_is_to_do(self, outcome: Outcome) -> Outcome:
+        """Return the end of a run, or what follows it: a whole run, or a letter."""
+        if outcome.run is not None and self._found_another_source(outcome.run):
+            return self._too_many_fresh(outcome.run)
         if self._was_only_a_retry(outcome):
             return self._run_until_done()
         return outcome
+
+    def _too_many_fresh(self, run: Run) -> Outcome:
+        what = f"The source of {run.job} changed {run.fresh_in_a_row + 1} times in a row."
+        todo = f"Let the source stand still, or type: batchrun run {run.job} --fresh"
+        letter = str(PersonNeeded(what, unchanged=f"Run {run.id} stands as it is.", todo=todo))
+        return Outcome(ExitCode.PERSON_NEEDED, run, letter)
 
     def _was_only_a_retry(self, outcome: Outcome) -> bool:
         """Tell whether a start that wanted a whole run has only gone on with a retry of rejects."""
@@ -8736,7 +9022,9 @@ class Supervisor:
         require_witnesses_known(self._ledger, self._store)
         last = self._ledger.last_attempt(unfinished) if unfinished else None
         left = unfinished is not None and unfinished.state in OWNED
-        unclean = left or (last is not None and last.ending in (None, Ending.DIED))
+        kept = last is not None and last.supervisor == self._me
+        died = last is not None and last.ending in (None, Ending.DIED, Ending.OVERDUE)
+        unclean = died or (left and not kept)
         start = Start(
             owner=self._me,
             who=self._who,
@@ -8781,12 +9069,80 @@ class Supervisor:
                 unchanged="Nothing was started.",
                 todo=f"To go on: batchrun resume {run.id}",
             )
+        if run.reason == Reason.POISON and not self._launch.by_person:
+            raise PersonNeeded(
+                f"Run {run.id} of {run.job} awaits a person: its next batch is poison.",
+                why=run.error or "",
+                unchanged="Nothing was started.",
+                todo=f"To try it anew: batchrun resume {run.id}",
+            )
+
+    # -- between two attempts ------------------------------------------------------------------
+
+    def _attempt_again(self, run: Run) -> Outcome:
+        """Make the next attempt of a run that is kept, or let it rest."""
+        reason, why = self._wait_to_begin(run)
+        if not reason:
+            try:
+                admission = self._admit()
+            except MaintenanceOn as refusal:
+                reason, why = Reason.MAINTENANCE, refusal.what
+            except CodeChanged as refusal:
+                reason, why = Reason.STOP, refusal.what
+            else:
+                return self._attempt(admission)
+        run = self._ledger.run(run.key)
+        if run.request == Request.CANCEL and self._ledger.pending_cleanups(run.job):
+            outcome = self._clean_and_cancel(run)
+            code = outcome.exit_code or ExitCode.STOPPED  # as without cleanups
+            return outcome._replace(exit_code=code)
+        return self._outcome(self._ledger.rest(run, reason, why))
+
+    def _wait_to_begin(self, run: Run) -> tuple[Reason, str]:
+        """Wait as long as the last ending demands; return why not to begin even then, if so."""
+        until = self._host.monotonic() + self._patience.wait_s
+        self._show(f"batch {run.number + 1} failed, try {run.tries + 1} comes next")
+        while not (rest := self._reason_to_rest(run))[0]:
+            left_s = until - self._host.monotonic()
+            if left_s <= 0:
+                break
+            self._stops.wait(min(left_s, WATCH_INTERVAL_S))
+        return rest
+
+    def _reason_to_rest(self, run: Run) -> tuple[Reason, str]:
+        """Answer the one question between two attempts: may a new one begin? And if not, why."""
+        self._stops.look()
+        if self._stops.count:
+            return Reason.STOP, "a stop was asked for between two attempts"
+        if (request := self._ledger.run(run.key).request) is not None:
+            return Reason.DRAIN if request == Request.DRAIN else Reason.PERSON, ""
+        barrier = self._state.maintenance.find()
+        return (Reason.MAINTENANCE, barrier.reason) if barrier else (Reason.NONE, "")
+
+    def _decide(self, run: Run, attempt: Attempt) -> After:
+        """Decide what follows an attempt: what its ending says, the next one, or plan B."""
+        patience = self._patience
+        if attempt.ending == Ending.RECYCLED:
+            patience.wait_s = 0.0
+            return After(RunState.RESERVED, why=f"{attempt.error} A fresh worker goes on.")
+        if attempt.retry and self._launch.in_process:
+            return After(RunState.FAILED, why=attempt.error or "")
+        if not attempt.retry:
+            return after_ending(run, attempt)
+        patience.lose(run)
+        if patience.is_over(run):
+            return plan_b(run, attempt, self._job_config)
+        tries = f"try {run.tries + 1} of {self._job_config.max_tries}"
+        why = f"{attempt.error} The next attempt begins in {patience.wait_s:.1f} s: {tries}."
+        self._watcher.say(why)
+        return After(RunState.RESERVED, why=why)
 
     # -- one attempt ---------------------------------------------------------------------------
 
     def _attempt(self, admission: Admission) -> Outcome:
         """Run one worker to its end and make the run's edge from what it recorded."""
         run, generation = admission.run, admission.generation
+        self._began_with.setdefault(run.key, run.batches)
         for line in admission.said:
             self._watcher.say(line)
         if generation == 0:
@@ -8808,7 +9164,10 @@ class Supervisor:
         self._watch(worker, run, shown)
         self._nothing_lives = worker.end_group()
         ended = {"signal": worker.ended_by, "peak_rss_bytes": worker.peak_rss_bytes}
-        run = self._ledger.settle(run, generation, worker.seen_end(), **ended)
+        seen = worker.seen_end(self._ledger.run(run.key))
+        run = self._ledger.settle(run, generation, seen, self._decide, **ended)
+        if run.state == RunState.RESERVED and not self._nothing_lives:
+            run = self._ledger.rest(run, Reason.RETRY, "What its worker left behind still lives.")
         self._watcher.progress(run)
         return self._outcome(run)
 
@@ -8829,7 +9188,7 @@ class Supervisor:
         try:
             worker = WorkerProcess(order, self._state.log_path(run), run, host)
             self._watch(worker, ledger.run(run.key), shown)
-            self._nothing_lives, seen = worker.end_group(), worker.seen_end()
+            self._nothing_lives, seen = worker.end_group(), worker.seen_end(run)
             ended = {"signal": worker.ended_by, "peak_rss_bytes": worker.peak_rss_bytes}
         except BatchrunError as refusal:
             self._nothing_lives, seen = True, letter_end(refusal)
@@ -8851,8 +9210,16 @@ class Supervisor:
             lock=self._lock.descriptor,
             last_words=os.memfd_create("last words"),
             supervisor=os.getppid() if launch.in_process else os.getpid(),
-            batches=launch.batches,
+            batches=self._batches_left(run),
             acceptances=list(launch.acceptances),
+        )
+
+    def _batches_left(self, run: Run) -> int | None:
+        """Return how many batches of those that were asked for are still to be done."""
+        if self._launch.batches is None:
+            return None
+        return max(
+            0, self._launch.batches - (run.batches - self._began_with.get(run.key, run.batches))
         )
 
     def _attempt_in_process(self, admission: Admission, order: Order) -> Outcome:
@@ -8870,7 +9237,8 @@ class Supervisor:
         if not worker.recorded:
             run = self._ledger.run(admission.run.key)
             return Outcome(end.exit_code, run, letter_text(end))
-        return self._outcome(self._ledger.settle(admission.run, admission.generation, end))
+        run, generation = admission.run, admission.generation
+        return self._outcome(self._ledger.settle(run, generation, end, self._decide))
 
     def _watch(self, worker: WorkerProcess, run: Run, shown: int) -> None:
         """Wait for the worker, pass stops on to it, show progress and what is said from now on."""
@@ -8885,7 +9253,21 @@ class Supervisor:
                 self._watcher.progress(run)
                 self._show(doing_text(run, self._stops.count))
                 self._stops.wait(WATCH_INTERVAL_S)
-                self._pass_stops_on(worker, self._ledger.releases_until(run))
+                releases_until = self._ledger.releases_until(run)
+                self._pass_stops_on(worker, releases_until)
+                if releases_until is None:
+                    self._limit_batch(worker, self._ledger.run(run.key))
+
+    def _limit_batch(self, worker: WorkerProcess, run: Run) -> None:
+        """Interrupt a batch that does not commit in time; kill its worker if that is no use."""
+        limit_s, open_s = self._job_config.batch_timeout_s, worker.batch_open_s(run)
+        if not limit_s or open_s <= limit_s:
+            return
+        text = duration_text(limit_s).removesuffix("00s") if limit_s >= 60 else f"{limit_s:g}s"
+        now, words = self._host.monotonic(), batch_text(run, f" did not end within {text}")
+        worker.overdue = worker.overdue or LateBatch(now, run.number, words)
+        late = now - worker.overdue.at > self._job_config.stop_grace_s
+        worker.ask(signal.SIGKILL if late else signal.SIGUSR1)
 
     def _pass_stops_on(self, worker: WorkerProcess, releases_until: float | None) -> None:
         """Ask the worker as strongly as the stops so far demand; see the head of this section."""
@@ -8917,6 +9299,8 @@ class Supervisor:
         code = ExitCode(attempt.exit_code or ExitCode.DONE)
         if run.state == RunState.SUCCEEDED:
             return Outcome(code, run, attempt.error or "")
+        if run.state == RunState.AWAITING or run.reason == Reason.RETRY:
+            return Outcome(ExitCode.PERSON_NEEDED, run, self._letter(run, attempt))
         asked = code if code == ExitCode.INTERRUPTED else self._stops.exit_code()
         if run.state in (RunState.PAUSED, RunState.CANCELLED):
             by_itself = code in (ExitCode.STOPPED, ExitCode.INTERRUPTED)
@@ -8927,7 +9311,8 @@ class Supervisor:
 
     def _letter(self, run: Run, attempt: Attempt) -> str:
         """Return what happened, what stands, and what to type."""
-        text = f"{run.job}: run {run.id} {run.state}.\n{letter_text(attempt)}"
+        said = run.error if run.reason in (Reason.POISON, Reason.RETRY) else letter_text(attempt)
+        text = f"{run.job}: run {run.id} {run.state}.\n{said}"
         if not attempt.unchanged:
             text += f"\nCommit {run.number} stands: {run.read:,} records are done."
         if not attempt.todo:
@@ -8940,6 +9325,63 @@ def doing_text(run: Run, stops: int) -> str:
     of_all = f" of {run.expected:,}" if run.expected else ""
     stopping = ", asked to stop" if stops else ""
     return f"batch {run.batches + 1}, {run.read:,}{of_all} records{stopping}"
+
+
+class Patience:
+    """For how long one batch is tried again, and how long to wait before its next try.
+
+    Attributes:
+        wait_s: before the next attempt.
+    """
+
+    def __init__(self, job_config: JobConfig, host: Host) -> None:
+        self._job_config, self._host = job_config, host
+        self._number, self._losses, self._since = -1, 0, 0.0
+        self.wait_s = 0.0
+
+    def lose(self, run: Run) -> None:
+        """Take note of another failure of the batch that follows the run's newest commit."""
+        options, now = self._job_config, self._host.monotonic()
+        if run.number != self._number:
+            self._number, self._losses, self._since = run.number, 0, now
+        longest_s = min(options.retry_max_wait_s, options.retry_for_s - (now - self._since))
+        wait_s = options.retry_first_wait_s * RETRY_FACTOR ** min(self._losses, 20)
+        jitter = 0.5 + os.urandom(1)[0] / 512  # of many jobs that lost the same database at once
+        self.wait_s = max(0.0, min(wait_s * jitter, longest_s))
+        self._losses += 1
+
+    def is_over(self, run: Run) -> bool:
+        """Tell whether the batch is not to be tried again."""
+        options = self._job_config
+        tried_for_s = self._host.monotonic() - self._since
+        return run.tries >= options.max_tries or tried_for_s >= options.retry_for_s
+
+
+def plan_b(run: Run, attempt: Attempt, options: JobConfig) -> After:
+    """Return what becomes of a run whose batch is not to be tried again."""
+    if options.on_exhausted == "fail":
+        return After(RunState.FAILED, why=attempt.error or "")
+    poison = run.tries >= options.max_tries
+    limit = f"max_tries = {options.max_tries}" if poison else "retry_for"
+    times = "once" if run.tries == 1 else f"{run.tries} times"
+    failed = batch_text(run, f" failed {times}, and {limit} is reached")
+    why = f"{failed[0].upper()}{failed[1:]}.\nThe last time: {attempt.error}"
+    if poison:
+        return After(RunState.AWAITING, Reason.POISON, why)
+    return After(RunState.PAUSED, Reason.RETRY, why)
+
+
+def batch_text(run: Run, said: str = "") -> str:
+    """Return which batch is tried, what is said of it, its records, loop, and where it begins."""
+    number = f"batch {run.number + 1}{said}"
+    if run.tried is None:
+        return number
+    loop, cursor, limit = json.loads(run.tried)
+    last = run.read + limit
+    if run.expected is not None and run.expected > run.read:
+        last = min(last, run.expected)
+    after = "at the beginning" if cursor == "null" else f"after cursor {mask_secrets(cursor)}"
+    return f"{number} (records {run.read + 1:,} to {last:,}, loop {loop}, {after})"
 
 
 class CodeChanged(BatchrunError):
@@ -9016,6 +9458,14 @@ class StopCounter:
         return ExitCode.INTERRUPTED if self._first == signal.SIGINT else ExitCode.STOPPED
 
 
+class LateBatch(NamedTuple):
+    """A batch that was interrupted because it took too long."""
+
+    at: float  # moment of the interruption, on the monotonic clock
+    number: int  # the newest commit at that moment
+    words: str  # which batch, and how long it may take
+
+
 class WorkerProcess:
     """The worker's process: started with the job's lock, in a process group of its own.
 
@@ -9029,6 +9479,9 @@ class WorkerProcess:
         self._host, self._asked, self._last_words = host, 0, order.last_words
         self._exit, self.peak_rss_bytes = 0, 0
         self.killed_for = "The worker did not stop when it was asked to, and was killed."
+        self.overdue: LateBatch | None = None
+        self._open = (run.number, host.monotonic())  # since when the batch after it is open
+        self._oom_kills = host.oom_kills()
         self._strangers = set(host.children())  # of whoever became this process by exec
         log = open_log(log_path)
         context = {"BATCHRUN_RUN_ID": run.id, "BATCHRUN_GENERATION": str(order.generation)}
@@ -9070,6 +9523,13 @@ class WorkerProcess:
             self._asked = rank
             os.kill(self.pid, number)  # not reaped yet, so the number is still its own
 
+    def batch_open_s(self, run: Run) -> float:
+        """Return the time since the worker's start or since its last commit that was seen."""
+        now = self._host.monotonic()
+        if run.number != self._open[0]:
+            self._open = (run.number, now)
+        return now - self._open[1]
+
     def end_group(self) -> bool:
         """End everything that the worker left behind; tell whether all of it is gone.
 
@@ -9096,7 +9556,7 @@ class WorkerProcess:
                 pass
         return [pid for pid in self._host.children() if pid not in self._strangers]
 
-    def seen_end(self) -> AttemptEnd:
+    def seen_end(self, run: Run) -> AttemptEnd:
         """Return the end of a worker that recorded none: its last words, or how it went away.
 
         An exit code counts only with last words: a job's library may leave with any.
@@ -9104,13 +9564,32 @@ class WorkerProcess:
         with contextlib.suppress(ValueError), os.fdopen(self._last_words) as file:
             file.seek(0)
             return AttemptEnd(**{**json.load(file), "ending": Ending.DIED})
-        text = f"The worker ended with exit code {self._exit} without recording an ending."
-        if self._exit < 0:
-            names = {number.value: number.name for number in signal.Signals}
-            text = f"The worker was killed by {names.get(-self._exit, -self._exit)}."
+        if self.overdue is not None and self.overdue.number == run.number:
+            text = f"The worker was stopped: {self.overdue.words}."
+            return AttemptEnd(Ending.OVERDUE, ExitCode.FAILED, error=text, retry=True)
+        if self.overdue is not None:
+            text = f"{self.overdue.words}, but was committed before it was interrupted."
+            return AttemptEnd(Ending.RECYCLED, ExitCode.STOPPED, error=text)
+        where = f"in {batch_text(run)}" if run.state == RunState.RUNNING else "before any batch"
+        text = f"{self._went_away()} {where}."
         if self._asked == 3:
             text = self.killed_for
-        return AttemptEnd(Ending.DIED, ExitCode.FAILED, error=text)
+        retry = None if self._asked else True
+        return AttemptEnd(Ending.DIED, ExitCode.FAILED, error=text, retry=retry)
+
+    def _went_away(self) -> str:
+        """Return how the worker died, with its peak of memory."""
+        peak = f"peak {megabytes(self.peak_rss_bytes)}"
+        if self._exit >= 0:
+            return f"The worker left with exit code {self._exit} and no ending ({peak})"
+        names = {number.value: number.name for number in signal.Signals}
+        name = names.get(-self._exit, f"signal {-self._exit}")
+        if self._exit == -signal.SIGKILL:
+            killed = self._host.oom_kills()
+            memory = killed is None or killed != self._oom_kills
+            cause = "probably out of memory" if memory else "not by the kernel for want of memory"
+            peak = f"{cause}: {peak}"
+        return f"The worker was killed by {name} ({peak})"
 
 
 def open_log(path: Path) -> int:
@@ -9327,7 +9806,7 @@ def render_report(summary: dict[str, Any]) -> str:
     lines += [render_cleanup(cleanup) for cleanup in summary["cleanups"]]
     lines.append("events")
     for event in summary["events"]:
-        why = f": {event['why']}" if event["why"] else ""
+        why = f": {' '.join(event['why'].splitlines())}" if event["why"] else ""
         lines.append(f"  {event['id']:>5}  {moment_text(event['at'])}  {event['what']}{why}")
     return "\n".join(lines)
 
@@ -9338,6 +9817,7 @@ def render_attempt(attempt: dict[str, Any]) -> list[str]:
     parts = [attempt["ending"] or "going on, or left by its owner"]
     if last is not None:
         parts.append(f"commits {first} to {last}" if last >= first else "no commit")
+    parts += ["charged as a try"] * attempt["charged"]
     if attempt["peak_rss_bytes"]:
         parts.append(f"peak {attempt['peak_rss_bytes'] // 1_000_000} MB")
     began = moment_text(attempt["began_at"])

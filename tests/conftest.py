@@ -108,9 +108,12 @@ class Project:
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def write(self, config: str, **jobs: str) -> None:
-        """Write batchrun.toml and jobs/NAME.py, readable and writable for the owner only."""
+        """Write batchrun.toml and jobs/NAME.py, readable and writable for the owner only.
+
+        A config that says nothing of retries is given TRIED_ONCE.
+        """
         (self.folder / "jobs").mkdir(mode=0o700, exist_ok=True)
-        self.write_file("batchrun.toml", config)
+        self.write_file("batchrun.toml", tried_once(dedent(config)))
         for name, text in jobs.items():
             self.write_file(f"jobs/{name}.py", text)
 
@@ -212,6 +215,19 @@ class Project:
 def clean_environment() -> dict[str, str]:
     """Return this process's environment without what would change how batchrun behaves."""
     return {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
+
+
+# Most tests look at what one attempt leaves behind; those of section 12 look at the next ones.
+TRIED_ONCE = 'retry_for = "0"\non_exhausted = "fail"\n'
+
+
+def tried_once(config: str) -> str:
+    """Return a config in which a batch is tried once and then fails, unless it says otherwise."""
+    if "max_tries" in config or "retry_for" in config:
+        return config
+    if "[defaults]\n" not in config:
+        return f"{config.rstrip()}\n[defaults]\n{TRIED_ONCE}"
+    return config.replace("[defaults]\n", f"[defaults]\n{TRIED_ONCE}", 1)
 
 
 @pytest.fixture

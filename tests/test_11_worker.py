@@ -1,6 +1,7 @@
 """The worker: one attempt, from its first batch to its last release, whatever happens between."""
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -123,10 +124,10 @@ RELEASED = ["released 3", "released 2", "released 1"]
     ("before", "code", "state"),
     [
         ("raise ValueError('no')", 1, "failed"),
-        ("os.kill(os.getpid(), 9)", 1, "interrupted"),
-        ("os._exit(0)", 1, "interrupted"),
-        ("os._exit(5)", 1, "interrupted"),
-        ("__import__('ctypes').string_at(0)", 1, "interrupted"),
+        ("os.kill(os.getpid(), 9)", 1, "failed"),
+        ("os._exit(0)", 1, "failed"),
+        ("os._exit(5)", 1, "failed"),
+        ("__import__('ctypes').string_at(0)", 1, "failed"),
     ],
 )
 def test_an_attempt_that_ends_inside_a_batch_leaves_that_batch_to_the_next(
@@ -143,14 +144,32 @@ def test_an_attempt_that_ends_inside_a_batch_leaves_that_batch_to_the_next(
     assert records(project) == [*range(1, 8), *range(6, 11)]
 
 
-def test_how_the_worker_went_away_is_said(project: Project) -> None:
-    write_job(project, "os.kill(os.getpid(), 9)")
-    assert "The worker was killed by SIGKILL." in project.run("run", "sync").err
-    write_job(project, "os.kill(os.getpid(), 40)")
-    assert "The worker was killed by 40." in project.run("run", "sync").err
-    write_job(project, "os._exit(0)")
-    words = "The worker ended with exit code 0 without recording an ending."
-    assert words in project.run("run", "sync").err
+@pytest.mark.parametrize(
+    ("before", "words", "number"),
+    [
+        ("os.kill(os.getpid(), 9)", r"was killed by SIGKILL \(.+: peak \d\d MB\)", 9),
+        ("os.kill(os.getpid(), 40)", r"was killed by signal 40 \(peak \d\d MB\)", 40),
+        ("__import__('ctypes').string_at(0)", r"was killed by SIGSEGV \(peak \d\d MB\)", 11),
+        ("os._exit(0)", r"left with exit code 0 and no ending \(peak \d\d MB\)", None),
+        ("os._exit(5)", r"left with exit code 5 and no ending \(peak \d\d MB\)", None),
+    ],
+)
+def test_how_the_worker_went_away_is_said_everywhere(
+    project: Project, before: str, words: str, number: int | None
+) -> None:
+    write_job(project, before)
+    where = r"batch 2 \(records 6 to 10, loop main, after cursor \S.*\)\."
+    said = re.compile(rf"^(.* )?The worker {words} in {where}$", re.MULTILINE)
+    for ended in (
+        project.run("run", "sync"),
+        *(project.run(c, "sync") for c in ("status", "report")),
+    ):
+        assert said.search(ended.out + ended.err), ended
+    ((signal_number, error, peak),) = rows(
+        project, "SELECT signal, error, peak_rss_bytes FROM attempt"
+    )
+    assert (signal_number, bool(said.match(error))) == (number, True)
+    assert peak > 10_000_000
 
 
 def test_a_job_that_raises_before_its_first_batch_leaves_the_checkpoint_as_it_is(

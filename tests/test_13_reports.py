@@ -35,6 +35,8 @@ RUN = Run(
     own_s=0.3,
     error=None,
     retry_of=None,
+    tried=None,
+    tries=0,
 )
 ATTEMPT = Attempt(
     generation=1,
@@ -43,6 +45,7 @@ ATTEMPT = Attempt(
     began_at="2026-01-31T23:00:01.000Z",
     ended_at="2026-01-31T23:10:00.000Z",
     ending="raised",
+    reason="",
     exit_code=1,
     signal=None,
     error="The job raised ValueError: no.",
@@ -55,6 +58,8 @@ ATTEMPT = Attempt(
         {"name": "connection", "elapsed_s": 0.0123, "error": None},
         {"name": "feed", "elapsed_s": 0.0, "error": "OSError: gone"},
     ],
+    charged=1,
+    retry=1,
 )
 EVENT = Event(7, "2026-01-31T23:00:00.500Z", RUN.id, "stock", "supervisor 10", "started", "why")
 REJECT = RejectRow(
@@ -85,7 +90,7 @@ run a1b2c3d4e5 of stock: paused (stop)
   commits   3, of them 2 batches
   time      1.00 s reading, 2.00 s the job's work, 0.30 s batchrun (10.0 % of that)
 attempts
-  1  2026-01-31 23:00:01Z  raised, commits 1 to 3, peak 38 MB
+  1  2026-01-31 23:00:01Z  raised, commits 1 to 3, charged as a try, peak 38 MB
      The job raised ValueError: no.
      released connection in 12.3 ms
      released feed in 0.0 ms  FAILED: OSError: gone
@@ -110,7 +115,9 @@ def test_a_summary_is_json_without_the_checkpoint_and_with_units_in_its_names() 
 
 
 def test_an_attempt_without_an_ending_is_not_given_one() -> None:
-    going_on = ATTEMPT._replace(ending=None, to_number=None, peak_rss_bytes=None, releases=[])
+    going_on = ATTEMPT._replace(
+        charged=0, ending=None, to_number=None, peak_rss_bytes=None, releases=[]
+    )
     summary = batchrun.summarise(RUN, [going_on._replace(error=None)], [], [])
     line = "  1  2026-01-31 23:00:01Z  going on, or left by its owner"
     assert batchrun.render_attempt(summary["attempts"][0]) == [line]

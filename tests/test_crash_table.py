@@ -51,6 +51,8 @@ for line in sys.stdin:
 CONFIG = """\
 min_free = "1MB"
 [defaults]
+retry_for = "0"
+on_exhausted = "fail"
 batch_size = 10
 [jobs.sync]
 records = {records}

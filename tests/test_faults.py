@@ -44,6 +44,8 @@ CONFIG = """\
 state = "{disk}/state"
 min_free = "1kB"
 [defaults]
+retry_for = "0"
+on_exhausted = "fail"
 batch_size = {batch}
 [jobs.count]
 records = {records}
@@ -1373,8 +1375,10 @@ def test_a_worker_killed_for_memory_is_interrupted_and_resumed(tmp_path: Path) -
         (shop.folder / "batchrun.toml").write_text(config)
         ended = shop.run("run", "count")
         assert ended.code == 1, ended
-        assert "interrupted" in ended.err, ended.err
-        assert "The worker was killed by SIGKILL." in ended.err, ended.err
+        assert (
+            "failed.\nThe worker was killed by SIGKILL (probably out of memory: peak " in ended.err
+        )
+        assert " MB) in batch 2 (records 3 to 4, loop main, " in ended.err, ended.err
         assert "Commit 1 stands: 2 records are done." in ended.err, ended.err
         again = shop.run("resume", "count")
         assert again.code == 0, again
