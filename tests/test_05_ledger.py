@@ -77,10 +77,10 @@ def nothing(*_: object) -> None:
 
 def start(run_id: str = "r1", **how: Any) -> Start:  # noqa: ANN401 - any field of Start
     return Start(
-        owner=ME,
         who="a test",
         run_id=run_id,
         **{
+            "owner": ME,
             "require_admission": nothing,
             "require_may_go_on": nothing,
             "write_checkpoint": nothing,
@@ -285,6 +285,88 @@ def test_the_state_follows_the_ending_that_the_worker_recorded(
     ledger.end_attempt(run, 1, AttemptEnd(ending, ExitCode.FAILED, reason), [])
     assert (settled := ledger.settle(run, 1, SUCCEEDED)).state == state
     assert settled.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("ending", "retry", "is_open", "state", "charged"),
+    [
+        (Ending.RAISED, True, True, RunState.INTERRUPTED, 1),  # an exception of the job's own
+        (Ending.RAISED, True, False, RunState.INTERRUPTED, 1),
+        (Ending.RAISED, False, True, RunState.FAILED, 1),
+        (Ending.RAISED, None, True, RunState.FAILED, 0),  # a letter
+        (Ending.DIED, True, True, RunState.INTERRUPTED, 1),  # nobody had asked for it
+        (Ending.DIED, True, False, RunState.INTERRUPTED, 0),  # before any batch
+        (Ending.DIED, None, True, RunState.INTERRUPTED, 0),  # a kill that was asked for; a reboot
+        (Ending.OVERDUE, True, True, RunState.INTERRUPTED, 1),
+        (Ending.RECYCLED, None, True, RunState.INTERRUPTED, 0),
+        (Ending.STOPPED, None, True, RunState.PAUSED, 0),
+        (Ending.REFUSED, None, True, RunState.FAILED, 0),
+    ],
+)
+def test_only_an_ending_that_the_batch_caused_is_charged_and_only_once(
+    ledger: Ledger,
+    ending: Ending,
+    *,
+    retry: bool | None,
+    is_open: bool,
+    state: RunState,
+    charged: int,
+) -> None:
+    run = opened(ledger)
+    if is_open:
+        ledger.begin_batches(run, 1, None, '["main","null",5]')
+    end = AttemptEnd(ending, ExitCode.FAILED, retry=retry)
+    run = ledger.settle(run, 1, end, lambda *_: batchrun.After(RunState.RESERVED))
+    last = ledger.last_attempt(run)
+    assert last is not None
+    assert (run.state, run.tries, last.charged) == (RunState.RESERVED, charged, charged)
+    run = ledger.settle(run, 1, end)
+    assert (run.state, run.tries) == (state, charged)
+
+
+def test_a_commit_and_another_key_begin_to_count_anew(ledger: Ledger) -> None:
+    run = opened(ledger)
+    raised = AttemptEnd(Ending.RAISED, ExitCode.FAILED, retry=True)
+    for generation, (tried, tries) in enumerate([("a", 1), ("a", 2), ("b", 1), ("b", 2)], 1):
+        ledger.begin_batches(run, generation, None, tried)
+        run = ledger.settle(run, generation, raised)
+        assert (run.tried, run.tries) == (tried, tries)
+        run = opened(ledger)
+    ledger.begin_batches(run, run.generation, None, "b")
+    run = commit(ledger, run)
+    assert (run.tried, run.tries) == (None, 0)
+    ledger.arm(run, run.generation, "c")
+    assert ledger.run(run.key).tried == "c"
+
+
+def test_a_supervisor_keeps_its_own_run_between_two_attempts_and_no_other_does(
+    ledger: Ledger,
+) -> None:
+    run = opened(ledger)
+    raised = AttemptEnd(Ending.RAISED, ExitCode.FAILED, retry=True)
+    run = ledger.settle(run, 1, raised, lambda *_: batchrun.After(RunState.RESERVED, why="again"))
+    mine = admit(ledger)
+    assert (mine.run.state, mine.said) == (RunState.RESERVED, [])
+    run = ledger.settle(mine.run, 2, raised, lambda *_: batchrun.After(RunState.RESERVED))
+    other = admit(ledger, owner=ME._replace(boot_id="another boot"))
+    assert other.said == [f"run {run.id} was left by its owner: interrupted"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "state", "reason"),
+    [(None, "paused", "stop"), ("pause", "paused", "person"), ("cancel", "cancelled", "")],
+)
+def test_a_run_that_is_kept_rests_as_was_requested(
+    ledger: Ledger, request_: str | None, state: str, reason: str
+) -> None:
+    run = opened(ledger)
+    raised = AttemptEnd(Ending.RAISED, ExitCode.FAILED, retry=True)
+    run = ledger.settle(run, 1, raised, lambda *_: batchrun.After(RunState.RESERVED))
+    if request_:
+        ledger.request(run, Request(request_), "me")
+    run = ledger.rest(run, Reason.STOP, "why")
+    assert (run.state, run.reason) == (state, reason)
+    assert run.request == ("cancel" if request_ == "cancel" else None) or run.finished
 
 
 def test_a_worker_without_an_ending_is_interrupted(ledger: Ledger) -> None:
