@@ -9476,11 +9476,14 @@ RUN_EXITS = list(ExitCode)
 
 
 def command(group: str, *parameters: Any, exits: Iterable[ExitCode] = ()) -> Callable[..., Any]:
-    """Declare a command: its group in --help, its parameters, its exit codes beyond 0, 2 and 5."""
+    """Declare a command: its group in --help, its parameters, its exit codes beyond 0, 2 and 5.
+
+    Its words are those of the function's name: `maintenance_on_command` is `maintenance on`.
+    """
     always = (ExitCode.DONE, ExitCode.USAGE, ExitCode.STATE_DIRECTORY)
 
     def declare(function: Callable[..., ExitCode]) -> Callable[..., ExitCode]:
-        name = function.__name__.removesuffix("_command")
+        name = function.__name__.removesuffix("_command").replace("_", " ")
         COMMANDS.append(CommandParts(group, name, function, parameters, sorted({*always, *exits})))
         return function
 
@@ -10097,8 +10100,8 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
     class Grouped(click.Group):
         def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
             for group in GROUPS:
-                named = [parts.name for parts in COMMANDS if parts.group == group]
-                rows = [(name, self.commands[name].get_short_help_str(70)) for name in named]
+                named = [parts for parts in COMMANDS if parts.group == group]
+                rows = [(parts.name, str(parts.function.__doc__).split("\n")[0]) for parts in named]
                 with formatter.section(group):
                     formatter.write_dl(rows)
 
@@ -10108,10 +10111,21 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
     root.callback = app.take
     root.epilog = exit_text(list(ExitCode))
     click.version_option(VERSION, prog_name="batchrun")(root)
-    named = [parts for parts in COMMANDS if parts.name in arguments]
+    named = [parts for parts in COMMANDS if parts.name.split()[0] in arguments]
     for parts in COMMANDS if "--help" in arguments or not named else named:
-        root.add_command(build_command(click, app, parts))
+        first, _, second = parts.name.partition(" ")
+        if second and first not in root.commands:
+            title = f"{first.capitalize()}, by a second word."
+            everywhere = hidden_globals(click)
+            root.add_command(click.Group(first, params=everywhere, callback=app.take, help=title))
+        above = root.commands[first] if second else root
+        above.add_command(build_command(click, app, parts))
     return root
+
+
+def hidden_globals(click: Any) -> list[Any]:
+    """Return the global options for a place where they are taken and not shown again."""
+    return [click.Option(list(names), **more, hidden=True) for names, more in GLOBAL]
 
 
 def build_command(click: Any, app: App, parts: CommandParts) -> Any:
@@ -10120,7 +10134,6 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
         (click.Option if names[0].startswith("-") else click.Argument)(list(names), **more)
         for names, more in parts.parameters
     ]
-    everywhere = [click.Option(list(names), **more, hidden=True) for names, more in GLOBAL]
 
     def call(config: str | None, **given: Any) -> ExitCode:
         ways = {name: given.pop(name) for name in ("as_json", "quiet", "verbose")}
@@ -10128,8 +10141,8 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
         return parts.function(app, **given)
 
     return click.Command(
-        parts.name,
-        params=[*made, *everywhere],
+        parts.name.rpartition(" ")[2],
+        params=[*made, *hidden_globals(click)],
         callback=call,
         help=parts.function.__doc__,
         epilog=exit_text(parts.exits),
