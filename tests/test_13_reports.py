@@ -35,6 +35,7 @@ RUN = Run(
     own_s=0.3,
     error=None,
     retry_of=None,
+    deferred=None,
 )
 ATTEMPT = Attempt(
     generation=1,
