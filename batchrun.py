@@ -2784,7 +2784,7 @@ REJECTS = """SELECT * FROM (
   WHERE j.confirmed AND j.run IN (SELECT key FROM run WHERE id = ?1 OR retry_of = ?1))"""
 SAID = "said"  # an event whose `why` is a line for people
 REFUSED, DEFERRED = "refused: maintenance", "deferred"
-REMOVED = "removed by hand"
+REMOVED, CHANGED = "removed by hand", "changed by hand"
 LINK_COLUMNS = ("first_key", "last_key", "read", "rejected", "counts", "elapsed_s")
 
 
@@ -3222,7 +3222,7 @@ class Ledger:
         """Let the rows say what was found; the lockfile decides, whoever made or removed it."""
         barrier = self.barrier()
         if barrier and (found is None or found[:3] != (*barrier[1:4],)):
-            self._close_barrier(barrier, who, REMOVED)
+            self._close_barrier(barrier, who, REMOVED if found is None else CHANGED)
             barrier = None
         if found is None:
             return
@@ -3752,17 +3752,29 @@ class Ledger:
         self._supersede(run)
         return self._move(run, RunState.CANCELLED, who=who, why=why)
 
-    def pause(self, run: Run, who: str, reason: Reason = Reason.PERSON) -> None:
-        """Pause a run that nobody owns; the caller holds the job's lock."""
+    def pause(self, run: Run, who: str) -> None:
+        """Pause a run that nobody owns, as a person's decision; the caller holds the job's lock."""
         with self._writing():
+            self._pause(self.run(run.key), who, Reason.PERSON)
+
+    def stop_at_barrier(
+        self, run: Run, who: str, why: str, find: Callable[[], Lockfile | None]
+    ) -> None:
+        """Pause a run whose next attempt maintenance turned away; the caller holds its lock."""
+        with self._writing():
+            self._know_barrier(find(), who)
             run = self.run(run.key)
-            if run.state in OWNED:
-                run = self._settle(run, DIED, who)
-            if run.finished:
-                return
-            self._supersede(run)
-            run = self._move(run, RunState.RESERVED, who=who, why="to pause it")
-            self._move(run, RunState.PAUSED, who=who, reason=reason)
+            if run.reason != Reason.MAINTENANCE:  # else the worker was turned away
+                self._pause(run, who, Reason.MAINTENANCE, why)
+
+    def _pause(self, run: Run, who: str, reason: Reason, why: str = "") -> None:
+        if run.state in OWNED:
+            run = self._settle(run, DIED, who)
+        if run.finished:
+            return
+        self._supersede(run)
+        run = self._move(run, RunState.RESERVED, who=who, why="to pause it")
+        self._move(run, RunState.PAUSED, who=who, reason=reason, why=why)
 
     def adopt(self, checkpoint: Checkpoint, content: bytes, digest: str, who: str) -> None:
         """Take a run over from its checkpoint alone, as a person decided; see `repair`.
@@ -4253,8 +4265,8 @@ def _back_up(connection: apsw.Connection, target: Path) -> None:
 #   off   BEGIN IMMEDIATE; the name is removed; fsync of the directory; the row is closed; COMMIT
 #
 # Killed anywhere in between it is fully on or fully off, for the name decides. The rows follow it:
-# who meets a lockfile that no row knows makes its row, whoever finds it gone, or another one in its
-# place (by device, inode and ctime), closes the row first: "removed by hand".
+# who meets a lockfile that no row knows makes its row; who finds it gone ("removed by hand"), or
+# another by device, inode or ctime in its place ("changed by hand"), closes the row first.
 #
 # A lockfile closes everything unless it is JSON with a list of scopes, all of which are understood.
 # The version of a job is known only after its import: `version:NAME<N` lets the admission pass and
@@ -4449,6 +4461,8 @@ class Maintenance:
                 reach("barrier.prepared")
                 make = functools.partial(self._link, folder, temporary)
                 done = ledger.raise_barrier(who, self.find, make)
+                if done:
+                    self._sweep()
             except StateDirectoryError as error:
                 if self.find() is not None:
                     error.unchanged = "The lockfile is there: maintenance is on."
@@ -4472,6 +4486,13 @@ class Maintenance:
         os.fsync(folder)
         reach("barrier.synced")
         return cast("Lockfile", self.find())
+
+    def _sweep(self) -> None:
+        """Remove what an `on` left that was killed; none of it is the lockfile of now."""
+        for path in self.path.parent.glob(f".{self.path.name}.*{TEMPORARY_SUFFIX}"):
+            with contextlib.suppress(ValueError, FileNotFoundError):
+                if self._host.identify(int(path.name.split(".")[-3])) is None:
+                    path.unlink()
 
     def _on_already(self, found: Lockfile) -> MaintenanceOn:
         letter = self.refusal(found)
@@ -9036,14 +9057,13 @@ class Supervisor:
         wanted = self._launch.when_blocked or self._job_config.when_blocked
         if self._admitted == 0 and wanted == "defer":
             return self._defer(refusal)
-        with contextlib.suppress(BatchrunError):  # the refusal is what the person must read
-            find = self._state.maintenance.find
-            self._ledger.refuse(self._launch.job, self._who, refusal.what, find)
+        find = self._state.maintenance.find
         run = self._ledger.unfinished(self._launch.job) if self._admitted else None
         if run is None:
+            with contextlib.suppress(BatchrunError):  # the refusal is what the person must read
+                self._ledger.refuse(self._launch.job, self._who, refusal.what, find)
             raise refusal
-        if run.reason != Reason.MAINTENANCE:
-            self._ledger.pause(run, self._who, Reason.MAINTENANCE)
+        self._ledger.stop_at_barrier(run, self._who, refusal.what, find)
         letter = f"{run.job}: run {run.id} is paused.\n{refusal.what}\nThe tick goes on with it."
         return Outcome(ExitCode.STOPPED, self._ledger.run(run.key), letter)
 

@@ -395,7 +395,7 @@ def test_another_lockfile_in_the_place_of_the_known_one_is_another_barrier(
     door.path.touch()
     ledger.refuse("sync", "me", "no", door.find)
     first, second = barriers(ledger)
-    assert (first.closed_why, second.closed, second.who) == ("removed by hand", None, "bob")
+    assert (first.closed_why, second.closed, second.who) == ("changed by hand", None, "bob")
     assert first.closed is not None
     assert first.closed < second.opened
 

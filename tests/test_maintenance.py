@@ -428,6 +428,7 @@ def test_a_later_attempt_of_a_run_that_is_going_on_meets_the_barrier_too(
     assert second.startswith(f"Maintenance is on: {lockfile(shop)} is there, since ")
     assert third == "The tick goes on with it."
     assert states(shop) == [("sync", "paused", "maintenance")]
+    assert events(shop)[-2:] == ["reserved", "paused (maintenance)"]  # no start was refused
     assert admitted_behind_barriers(shop) == []
     assert crowd.run("maintenance off") == 0
     assert crowd.run("run sync") == 0
@@ -667,6 +668,8 @@ def test_on_that_is_killed_is_fully_on_or_fully_off(
     assert crowd.run("maintenance off") == 0
     assert crowd.run("run sync") == 0
     assert rows(shop, "SELECT count(*) FROM barrier WHERE closed IS NULL") == [(0,)]
+    assert crowd.run("maintenance on") == 0
+    assert [path.name for path in shop.state.glob(".*")] == []  # nor is anything left of it
 
 
 @pytest.mark.parametrize(
