@@ -9038,7 +9038,7 @@ class Supervisor:
                 self._ledger.shorten_log()
             return outcome._replace(signalled=self._stops.count > 0)
         except MaintenanceOn as refusal:
-            return self._turned_away(refusal)
+            return self._turned_away(refusal)._replace(signalled=self._stops.count > 0)
         finally:
             self._ledger.close()
             if self._lock.descriptor >= 0 and self._nothing_lives:
@@ -9065,7 +9065,7 @@ class Supervisor:
             raise refusal
         self._ledger.stop_at_barrier(run, self._who, refusal.what, find)
         letter = f"{run.job}: run {run.id} is paused.\n{refusal.what}\nThe tick goes on with it."
-        return Outcome(ExitCode.STOPPED, self._ledger.run(run.key), letter)
+        return Outcome(self._stops.exit_code(), self._ledger.run(run.key), letter)
 
     def _defer(self, refusal: MaintenanceOn) -> Outcome:
         """Store the start durably, under the job's lock, and say so only then."""
