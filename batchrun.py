@@ -3183,8 +3183,8 @@ class Ledger:
 
     def raise_barrier(
         self, who: str, find: Callable[[], Lockfile | None], make: Callable[[], Lockfile]
-    ) -> bool:
-        """Make the lockfile and its row; tell whether that was done, for one may be there already.
+    ) -> tuple[Lockfile, bool]:
+        """Make the lockfile and its row, if none is there; return it, and whether it was made.
 
         Raises:
             MaintenanceOn: somebody made one by hand in this moment.
@@ -3192,11 +3192,12 @@ class Ledger:
         with self._writing():
             found = find()
             self._know_barrier(found, who)
+            lockfile = found or make()
             if found is None:
-                self._know_barrier(make(), who)
+                self._know_barrier(lockfile, who)
                 reach("barrier.row")
         reach("barrier.raised")
-        return found is None
+        return lockfile, found is None
 
     def lower_barrier(
         self, who: str, why: str, find: Callable[[], Lockfile | None], remove: Callable[[], None]
@@ -3284,7 +3285,7 @@ class Ledger:
                 self._take_over(run, start, agree(run), said)
             admitted = self.newest_event()
             generation = self._insert_attempt(run, start.owner)
-            mine = {"run": run.key, "generation": generation}
+            mine: dict[str, object] = {"run": run.key, "generation": generation}
             self._set("attempt", mine, admitted=admitted)
             reach("admit.commit")
         reach("admit.committed")
@@ -4384,7 +4385,8 @@ class Maintenance:
 
     def _contents(self) -> dict[str, Any]:
         try:
-            with self.path.open("rb") as file:
+            ways = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC  # a pipe may be there
+            with os.fdopen(os.open(self.path, ways), "rb") as file:
                 said = json.loads(file.read(65_536))
         except (OSError, ValueError, RecursionError):
             return {}
@@ -4451,28 +4453,40 @@ class Maintenance:
 
         Raises:
             MaintenanceOn: it is closed already; by whom and since when.
+            StateDirectoryError: the lockfile or its row cannot be written; says which of both is.
         """
         said: dict[str, object] = {"by": by, "reason": reason, "since": self._host.now()}
         said |= {"until": until, "scopes": scopes}
-        with open_folder(self.path.parent) as folder:
-            content = json.dumps({name: value for name, value in said.items() if value}, indent=1)
+        content = json.dumps({name: value for name, value in said.items() if value}, indent=1)
+        with self._letters("written"), open_folder(self.path.parent) as folder:
             temporary = prepare_file(folder, self.path.name, f"{content}\n".encode())
             try:
                 reach("barrier.prepared")
                 make = functools.partial(self._link, folder, temporary)
-                done = ledger.raise_barrier(who, self.find, make)
-                if done:
-                    self._sweep()
-            except StateDirectoryError as error:
-                if self.find() is not None:
-                    error.unchanged = "The lockfile is there: maintenance is on."
-                raise
+                lockfile, made = ledger.raise_barrier(who, self.find, make)
             finally:
                 discard_file(folder, temporary)
-        found = self.find()
-        if not done and found is not None:
-            raise self._on_already(found)
-        return cast("Lockfile", found)
+        if not made:
+            raise self._on_already(lockfile)
+        self._sweep()
+        return lockfile
+
+    @contextlib.contextmanager
+    def _letters(self, done: str) -> Iterator[None]:
+        """Let what goes wrong say how the door stands now."""
+        try:
+            yield
+        except OSError as error:
+            what = f"{self.path} cannot be {done}: {error.strerror}."
+            todo = f"See what it is: ls -la {self.path}"
+            raise StateDirectoryError(what, unchanged=self._stands(), todo=todo) from error
+        except StateDirectoryError as error:
+            error.unchanged = self._stands()
+            raise
+
+    def _stands(self) -> str:
+        is_on = self.find() is not None
+        return f"Maintenance is {'on: the lockfile is there' if is_on else 'off'}."
 
     def _link(self, folder: int, temporary: str) -> Lockfile:
         """Give a prepared file the lockfile's name as its only one, durably."""
@@ -4480,12 +4494,18 @@ class Maintenance:
         try:
             os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
         except FileExistsError:
-            raise self._on_already(cast("Lockfile", self.find())) from None
+            found = self.find()
+            if found is None:
+                raise  # made and removed by hand in this moment
+            raise self._on_already(found) from None
         reach("barrier.linked")
         os.unlink(temporary, dir_fd=folder)
         os.fsync(folder)
         reach("barrier.synced")
-        return cast("Lockfile", self.find())
+        found = self.find()
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, "it was removed by hand at once")
+        return found
 
     def _sweep(self) -> None:
         """Remove what an `on` left that was killed; none of it is the lockfile of now."""
@@ -4500,29 +4520,22 @@ class Maintenance:
         return letter
 
     def end(self, ledger: Ledger, who: str, why: str) -> Barrier | None:
-        """Open the door and close the row, which is returned; None if it was open."""
-        return ledger.lower_barrier(who, why, self.find, self._remove)
-
-    def _remove(self) -> None:
-        """Remove the lockfile and what a killed `on` left of it, durably.
+        """Open the door and close the row, which is returned; None if it was open.
 
         Raises:
-            StateDirectoryError: it cannot be removed.
+            StateDirectoryError: the lockfile cannot be removed, or its row not closed.
         """
-        try:
+        with self._letters("removed"):
+            return ledger.lower_barrier(who, why, self.find, self._remove)
+
+    def _remove(self) -> None:
+        """Remove the lockfile durably."""
+        with contextlib.suppress(FileNotFoundError):  # somebody was faster
             is_folder = stat.S_ISDIR(self.path.lstat().st_mode)
             self.path.rmdir() if is_folder else self.path.unlink()
-            reach("barrier.unlinked")
-            with open_folder(self.path.parent) as folder:
-                os.fsync(folder)
-        except FileNotFoundError:
-            return  # somebody was faster
-        except OSError as error:
-            raise StateDirectoryError(
-                f"{self.path} cannot be removed: {error.strerror}.",
-                unchanged="Maintenance is still on.",
-                todo=f"See what it is: ls -la {self.path}",
-            ) from error
+        reach("barrier.unlinked")
+        with open_folder(self.path.parent) as folder:
+            os.fsync(folder)
 
 
 def _one_line(value: object) -> str:
@@ -10475,7 +10488,7 @@ def cancel_command(app: App, *, run: str) -> ExitCode:
         needs_worker = can and not is_owned(app.state, found.job)
     if not needs_worker:
         return stop_command(app, run, Request.CANCEL, "cancelled")
-    launch = Launch(found.job, cancels=found.id)
+    launch = Launch(found.job, cancels=found.id, when_blocked="refuse")
     outcome = Supervisor(app.config, launch, app.host, app.console).run()
     ended = cast("Run", outcome.run)
     if outcome.letter:

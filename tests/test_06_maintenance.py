@@ -159,7 +159,7 @@ def test_a_directory_with_something_in_it_is_not_removed(door: Maintenance, ledg
         door.end(ledger, "ann", "switched off")
     assert str(letter.value) == (
         f"{door.path} cannot be removed: Directory not empty.\n"
-        "Maintenance is still on.\n"
+        "Maintenance is on: the lockfile is there.\n"
         f"See what it is: ls -la {door.path}"
     )
     assert (door.path / "kept").is_dir()
@@ -426,8 +426,9 @@ def test_a_ledger_that_cannot_be_written_leaves_the_door_as_it_was(
     door: Maintenance, ledger: Ledger
 ) -> None:
     ledger._sql("PRAGMA query_only = ON")
-    with pytest.raises(StateDirectoryError):
+    with pytest.raises(StateDirectoryError) as letter:
         begin(door, ledger)
+    assert letter.value.unchanged == "Maintenance is off."
     assert ledger.barrier() is None
     assert door.find() is None
 
@@ -440,10 +441,47 @@ def test_a_row_that_cannot_be_written_leaves_the_door_closed_and_says_so(
     )
     with pytest.raises(StateDirectoryError) as letter:
         begin(door, ledger)
-    assert letter.value.unchanged == "The lockfile is there: maintenance is on."
+    assert letter.value.unchanged == "Maintenance is on: the lockfile is there."
     ledger._sql("DROP TRIGGER t")
     ledger.refuse("sync", "me", "no", door.find)
     assert [row.who for row in barriers(ledger)] == ["ann"]
+
+
+@pytest.mark.parametrize(
+    ("point", "is_on"),
+    [
+        ("file.fsync", False),
+        ("barrier.prepared", False),
+        ("barrier.linked", True),
+        ("barrier.synced", True),
+    ],
+)
+def test_on_that_the_disk_refuses_says_how_the_door_stands(
+    door: Maintenance, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, point: str, *, is_on: bool
+) -> None:
+    monkeypatch.setattr(batchrun, "NAMED_POINT", f"{point}=EIO")
+    with pytest.raises(StateDirectoryError) as letter:
+        begin(door, ledger)
+    assert str(letter.value) == (
+        f"{door.path} cannot be written: at a named point.\n"
+        f"Maintenance is {'on: the lockfile is there' if is_on else 'off'}.\n"
+        f"See what it is: ls -la {door.path}"
+    )
+    assert (door.find() is not None) == is_on
+    assert list(door.path.parent.glob(".*")) == []
+
+
+def test_off_that_the_disk_refuses_says_how_the_door_stands(
+    door: Maintenance, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(door, ledger)
+    monkeypatch.setattr(batchrun, "NAMED_POINT", "barrier.unlinked=EIO")
+    with pytest.raises(StateDirectoryError) as letter:
+        door.end(ledger, "ann", "switched off")
+    assert letter.value.unchanged == "Maintenance is off."
+    monkeypatch.setattr(batchrun, "NAMED_POINT", "")
+    assert door.end(ledger, "ann", "switched off") is None
+    assert [row.closed_why for row in barriers(ledger)] == ["removed by hand"]
 
 
 @pytest.mark.parametrize("moment_s", [-(10**10), 10**12])
@@ -453,3 +491,8 @@ def test_a_lockfile_of_any_age_can_be_told(door: Maintenance, moment_s: int) -> 
     os.utime(door.path, (0, min(moment_s, 2**34)))
     with pytest.raises(MaintenanceOn):
         door.require_open(job())
+
+
+def test_a_pipe_put_in_the_place_of_a_file_holds_nobody_up(door: Maintenance) -> None:
+    os.mkfifo(door.path)
+    assert door._contents() == {}

@@ -23,7 +23,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Configuration": 990,
     "Checkpoints": 370,
     "Ledger": 1_674,
-    "Locks and maintenance": 415,
+    "Locks and maintenance": 427,
     "Health": 865,
     "Jobs": 2_300,
     "Operations": 200,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 903,
 }
 COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 10_966  # must stay under
+LINES_IN_ALL = 10_978  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

@@ -867,9 +867,10 @@ def race(shop: Project, seconds: float, look: str) -> Raced:
     ledger = ledger_of(shop)
     expected: dict[str, str] = {}
     while any(process.poll() is None for process in starters):
-        reason = f"{seconds:g} s, number {len(expected)}"
-        expected[reason] = ("switched off", "removed by hand")[len(expected) % 4 == 1]
-        if len(expected) % 4 == 3:
+        number = len(expected)
+        reason = f"{seconds:g} s, number {number}"
+        expected[reason] = ("switched off", "removed by hand")[number % 4 == 1]
+        if number % 4 == 3:
             lockfile(shop).write_text(json.dumps({"reason": reason}))
             ledger.refuse("toggler", "toggler", "made by hand", door.find)
         else:
