@@ -1447,15 +1447,6 @@ _REFUSE_OR_DEFER = _text(str, "refuse|defer", '"refuse" or "defer"')
 _JOB_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"  # it becomes a folder's name, and is typed
 
 
-def _tags(value: object) -> tuple[str, ...]:
-    """Return a list of names as a tuple."""
-    if isinstance(value, list) and all(
-        isinstance(tag, str) and re.fullmatch(_JOB_NAME, tag) for tag in value
-    ):
-        return tuple(value)
-    raise ValueError("a list of names is wanted, each like a job's name")
-
-
 BATCH_SIZE_MAX = 1_000_000
 
 # One line is one key, and from it come the reading, the messages and the lists that tests compare.
@@ -1503,9 +1494,10 @@ DEPENDENCY_KEYS = NEED_KEYS | {
 DATABASE_KEYS = NEED_KEYS | {
     "normal": ConfigKey("normal", 10, _whole(1, 100_000), "connections of a job; more is bad"),
 }
+_TAGS = _listed(_text(str, _JOB_NAME, "a name like a job's"), "names")
 JOB_KEYS = {
     "uses": ConfigKey("uses", "NAME", _FUNCTION, "the job's function"),
-    "tags": ConfigKey("tags", [], _tags, "names of groups that the job belongs to"),
+    "tags": ConfigKey("tags", [], _TAGS, "names of groups that the job belongs to"),
     **OPTIONS,
 }
 
