@@ -315,6 +315,12 @@ class MaintenanceOn(BatchrunError):
     exit_code = ExitCode.MAINTENANCE
 
 
+class MaintenanceOverdue(MaintenanceOn):
+    """The maintenance should be over by now: a person is to end it, or to say that it goes on."""
+
+    exit_code = ExitCode.PERSON_NEEDED
+
+
 class PersonNeeded(BatchrunError):
     """Going on needs a decision that only a person can take."""
 
@@ -386,6 +392,7 @@ class Run(NamedTuple):
     retry_of: str | None  # id of the run whose rejects this one takes up again
     tried: str | None  # the armed try, as JSON: loop, cursor, limit; see section 12
     tries: int  # how many tries of it were charged
+    deferred: dict[str, Any] | None  # a start that is to be begun: at, who, acceptances, batches
 
     @property
     def finished(self) -> bool:
@@ -474,6 +481,39 @@ class Event(NamedTuple):
     who: str
     what: str
     why: str
+
+
+class Lockfile(NamedTuple):
+    """The maintenance lockfile as it was found."""
+
+    device: int  # with the next two, what tells it from a later one of that name; 0 if unknown
+    inode: int
+    changed_ns: int
+    since: str  # wall time of its last writing; empty if it cannot be looked at
+    by: str  # who, as it says, else its owner
+    reason: str
+    until: str | None  # when the maintenance is to end, as it says
+    scopes: list[str]  # what it closes: `job:NAME`, `tag:NAME`, `version:NAME<N`; none: everything
+    overdue: str  # why the maintenance should be over by now, in words; empty if it should not
+
+
+class Barrier(NamedTuple):
+    """One row of the table `barrier`: a maintenance, between two events of the ledger's clock."""
+
+    id: int
+    device: int
+    inode: int
+    changed_ns: int
+    at: str
+    who: str
+    reason: str
+    until: str | None
+    scopes: list[str]
+    opened: int  # the event before which starts were admitted
+    overdue: int | None  # the event by which it was first found overdue
+    closed: int | None  # the event after which starts are admitted again
+    closed_at: str | None
+    closed_why: str | None
 
 
 class Reject(NamedTuple):
@@ -1004,6 +1044,11 @@ def utc_text(moment_ns: int) -> str:
     return f"{text}.{rest_ns // 1_000_000:03d}Z"
 
 
+def seconds_between(earlier: str, later: str) -> float:
+    """Return the seconds from one UTC text to another; negative if they stand the other way."""
+    return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
+
+
 def _has_open(process_folder: Path, wanted: os.stat_result) -> bool:
     """Tell whether a process has an inode open; a process that may not be seen has not."""
     with contextlib.suppress(OSError):
@@ -1466,6 +1511,7 @@ _PATH = _text(Path, r"[^~\0][^\0]*", 'a path without "~", relative to the config
 _FUNCTION = _text(str, r"[A-Za-z_]\w*(:[A-Za-z_]\w*)?", '"function" or "module:function"')
 _REFUSE_OR_FRESH = _text(str, "refuse|fresh", '"refuse" or "fresh"')
 _PLAN_B = _text(str, "pause|fail|reject", '"pause", "fail" or "reject"')
+_REFUSE_OR_DEFER = _text(str, "refuse|defer", '"refuse" or "defer"')
 _JOB_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"  # it becomes a folder's name, and is typed
 
 
@@ -1476,6 +1522,7 @@ TOP_KEYS = {
     "state": ConfigKey("state", "state", _PATH, "folder of ledger, checkpoints, locks and logs"),
     "jobs_folder": ConfigKey("jobs_folder", "jobs", _PATH, "folder of the job files"),
     "min_free": ConfigKey("min_free_bytes", "16MB", parse_size, "below it no run starts"),
+    "max_maintenance": ConfigKey("max_maintenance_s", "1d", parse_duration, "older is overdue"),
 }
 OPTIONS = {
     "batch_size": ConfigKey("batch_size", 5000, _whole(1, BATCH_SIZE_MAX), "records, at most"),
@@ -1492,6 +1539,7 @@ OPTIONS = {
     "batch_timeout": ConfigKey("batch_timeout_s", "30m", parse_duration, "to commit in; 0: none"),
     "recycle_above": ConfigKey("recycle_above_bytes", "0", parse_size, "RSS of a worker; 0: none"),
     "max_rss": ConfigKey("max_rss_bytes", 0, parse_size, "of the worker; more is bad; 0: no limit"),
+    "when_blocked": ConfigKey("when_blocked", "refuse", _REFUSE_OR_DEFER, "by maintenance"),
 }
 _FACTOR = _text(str, "|".join(FACTORS), " or ".join(json.dumps(name) for name in FACTORS))
 _NAME = _text(str, r"\S(.{0,62}\S)?", "a name of 1 to 64 characters")
@@ -1521,7 +1569,12 @@ DEPENDENCY_KEYS = NEED_KEYS | {
 DATABASE_KEYS = NEED_KEYS | {
     "normal": ConfigKey("normal", 10, _whole(1, 100_000), "connections of a job; more is bad"),
 }
-JOB_KEYS = {"uses": ConfigKey("uses", "NAME", _FUNCTION, "the job's function"), **OPTIONS}
+_TAGS = _listed(_text(str, _JOB_NAME, "a name like a job's"), "names")
+JOB_KEYS = {
+    "uses": ConfigKey("uses", "NAME", _FUNCTION, "the job's function"),
+    "tags": ConfigKey("tags", [], _TAGS, "names of groups that the job belongs to"),
+    **OPTIONS,
+}
 
 
 class Need(NamedTuple):
@@ -1579,6 +1632,7 @@ class JobConfig(NamedTuple):
     path: Path  # of the job's file: jobs_folder/module.py; it need not exist yet
     settings: Mapping[str, object]  # raw TOML values
     uses: str
+    tags: tuple[str, ...]
     batch_size: int
     stop_grace_s: float
     cleanup_timeout_s: float
@@ -1593,6 +1647,7 @@ class JobConfig(NamedTuple):
     batch_timeout_s: float
     recycle_above_bytes: int
     max_rss_bytes: int
+    when_blocked: str
 
     @property
     def module(self) -> str:
@@ -1615,6 +1670,7 @@ class Config(NamedTuple):
     state: Path
     jobs_folder: Path
     min_free_bytes: int
+    max_maintenance_s: float
 
     def job(self, name: str) -> JobConfig:
         """Return the configured job of that name.
@@ -1695,7 +1751,7 @@ def load_config(path: Path) -> Config:
             problems.append(f"{_heading(name)}: {rule}")
         named = {"uses": name, **table} if isinstance(table, dict) else table
         own, settings = _read_keys(f"{_heading(name)} ", named, JOB_KEYS, problems, None)
-        values = {**_defaults(OPTIONS), "uses": name, **options, **own}
+        values = {**_defaults(JOB_KEYS), "uses": name, **options, **own}
         file = config.jobs_folder / f"{values['uses'].partition(':')[0]}.py"
         jobs[name] = JobConfig(name, file, settings=settings, **values)
     if problems:
@@ -2615,6 +2671,15 @@ class CheckpointStore:
 # its commits marks those up to its cursor as retried, in the same transaction. What it rejects
 # again is a new row, listed with the old ones. A retry is no success of the whole job.
 #
+# A *barrier* is the row of a maintenance. It is made and closed in the transaction that looks at
+# the lockfile (section 6): `raise_barrier` and `lower_barrier` write and remove it in there. Write
+# transactions are serial, so every admission stands before the event that opened a barrier, or
+# after the one that closed it, or has seen the lockfile; `attempt.admitted` proves it.
+#
+# A start is *deferred* by the note in `run.deferred`: of a waiting run that begins with it, or of
+# the unfinished run that it would have gone on with. The edge to `reserved` takes the note away in
+# the admission's own transaction: it is begun once, by whoever comes first.
+#
 # A COMMIT that raised may have happened. It is never repeated in the same process: the process
 # ends, and the next start finds out. The connection is not usable in a forked child.
 
@@ -2656,7 +2721,7 @@ CREATE TABLE attempt (
   error TEXT, unchanged TEXT, todo TEXT,
   peak_rss_bytes INTEGER, from_number INTEGER NOT NULL, to_number INTEGER,
   releases TEXT NOT NULL DEFAULT '[]', charged INTEGER NOT NULL DEFAULT 0, retry INTEGER,
-  cleans_until REAL, PRIMARY KEY (run, generation)
+  cleans_until REAL, admitted INTEGER REFERENCES event, PRIMARY KEY (run, generation)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE batch (
   run INTEGER NOT NULL REFERENCES run, number INTEGER NOT NULL,
@@ -2721,7 +2786,7 @@ CREATE TABLE barrier (
   device INTEGER NOT NULL, inode INTEGER NOT NULL, changed_ns INTEGER NOT NULL,
   at TEXT NOT NULL, who TEXT NOT NULL, reason TEXT NOT NULL, until TEXT,
   scopes TEXT NOT NULL DEFAULT '[]', opened INTEGER NOT NULL REFERENCES event,
-  closed INTEGER REFERENCES event, closed_at TEXT, closed_why TEXT
+  overdue INTEGER REFERENCES event, closed INTEGER REFERENCES event, closed_at TEXT, closed_why TEXT
 ) STRICT;
 CREATE UNIQUE INDEX one_barrier_at_a_time ON barrier (closed IS NULL) WHERE closed IS NULL;
 CREATE TABLE drain (
@@ -2749,6 +2814,7 @@ ALTER TABLE run ADD COLUMN retry_of TEXT REFERENCES run (id);
 ALTER TABLE attempt ADD COLUMN charged INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE attempt ADD COLUMN retry INTEGER;
 ALTER TABLE attempt ADD COLUMN cleans_until REAL;
+ALTER TABLE attempt ADD COLUMN admitted INTEGER REFERENCES event;
 ALTER TABLE batch ADD COLUMN rss_bytes INTEGER;
 ALTER TABLE batch ADD COLUMN open_files INTEGER;
 ALTER TABLE batch ADD COLUMN connections INTEGER;
@@ -2774,10 +2840,12 @@ MOVE_ON = """UPDATE run SET number = :number, hash = :hash, checkpoint = :conten
   read_s = read_s + :read_s, work_s = work_s + :work_s, own_s = own_s + :own_s,
   tried = :following, tries = 0
   WHERE key = :key AND generation = :generation AND number = :number - 1 RETURNING request"""
-# The edge that honours a request clears it; a new attempt outdates a pause, never a cancel.
+# The edge that honours a request clears it; a new attempt outdates a pause, never a cancel. It also
+# takes up a deferred start.
 MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error = :error,
   ended_at = iif(:ends, :now, NULL), request = iif(
-    :ends OR (request = 'pause' AND :to IN ('paused', 'reserved')), NULL, request)
+    :ends OR (request = 'pause' AND :to IN ('paused', 'reserved')), NULL, request),
+  deferred = iif(:ends OR :to = 'reserved', NULL, deferred)
   WHERE key = :key AND state = :state RETURNING 1"""
 CLEANUPS = """SELECT c.id, r.id, r.job, c.function, c.arguments, c.made_at, c.done_at, c.error,
   c.elapsed_s FROM cleanup c JOIN run r ON r.key = c.run WHERE"""
@@ -2792,6 +2860,8 @@ REJECTS = """SELECT * FROM (
 # Another key is another batch, of which no try was charged yet.
 ARM = """UPDATE run SET tries = iif(tried IS :tried, tries, 0), tried = :tried WHERE key = :key"""
 SAID = "said"  # an event whose `why` is a line for people
+REFUSED, DEFERRED = "refused: maintenance", "deferred"
+REMOVED, CHANGED = "removed by hand", "changed by hand"
 LINK_COLUMNS = ("first_key", "last_key", "read", "rejected", "counts", "elapsed_s")
 
 
@@ -2801,6 +2871,7 @@ class Admission(NamedTuple):
     run: Run  # the run as it stands after the admission, in state `reserved`
     generation: int  # the number that fences every write of this owner; 0 if nothing was begun
     said: list[str]  # what a person should be told (going on, repairs), in order
+    deferred: Mapping[str, Any] = {}  # the start that was deferred and is begun by this one
 
 
 class AttemptEnd(NamedTuple):
@@ -2847,7 +2918,7 @@ class Start(NamedTuple):
     owner: ProcessIdentity  # the supervisor
     who: str  # the same in words, for events
     run_id: str  # the id for a new run
-    require_admission: Callable[[], None]  # raises if the maintenance lockfile is there
+    require_admission: Callable[[], Lockfile | None]  # raises if it closes this job
     require_may_go_on: Callable[[Run], None]  # raises if the unfinished run needs a person
     write_checkpoint: Callable[[str, bytes], None]  # writes a run's checkpoint anew
     overrides: Mapping[str, str] = {}
@@ -2888,7 +2959,7 @@ def after_ending(run: Run, attempt: Attempt) -> After:
 
 
 TABLES: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch"}
-TABLES |= {Reading: "reading", HealthCheck: "health_check"}
+TABLES |= {Barrier: "barrier", Reading: "reading", HealthCheck: "health_check"}
 GAUGES = ("rss_bytes", "open_files", "connections", "threads", "children")  # of a worker
 READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> value of a column
     "RunState": RunState,
@@ -2897,6 +2968,8 @@ READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> v
     "dict[str, int]": json.loads,
     "dict[str, str]": json.loads,
     "list[dict[str, Any]]": json.loads,
+    "list[str]": json.loads,
+    "dict[str, Any] | None": lambda text: text and json.loads(text),
 }
 
 
@@ -3178,6 +3251,97 @@ class Ledger:
         )
         return int(self._rows(sql, job, last.key if last else None)[0][0])
 
+    def barrier(self) -> Barrier | None:
+        """Return the barrier that is up, as far as the ledger has met it."""
+        return self._one(Barrier, "WHERE closed IS NULL")
+
+    def latest_barrier(self) -> Barrier | None:
+        """Return the newest barrier, up or not."""
+        return self._one(Barrier, "ORDER BY id DESC LIMIT 1")
+
+    def turned_away(self, barrier: Barrier) -> list[tuple[str, str, int]]:
+        """Return what a barrier did to starts: `refused` or `deferred`, the job, how often."""
+        sql = (
+            f"SELECT iif(what = '{REFUSED}', 'refused', what) AS done, job, count(*) FROM event"
+            f" WHERE what IN ('{REFUSED}', '{DEFERRED}') AND id > ?1 AND (?2 IS NULL OR id < ?2)"
+            " GROUP BY done, job ORDER BY done, job"
+        )
+        return self._rows(sql, barrier.opened, barrier.closed)
+
+    def admitted_behind(self, barrier: Barrier) -> list[tuple[str, str, int, int]]:
+        """Return the attempts admitted while a barrier was up: job, run, generation, event.
+
+        Of the jobs that it closes there is none: that is what a barrier is.
+        """
+        sql = (
+            "SELECT job, id, a.generation, admitted FROM attempt a JOIN run r ON r.key = a.run"
+            " WHERE admitted > ?1 AND (?2 IS NULL OR admitted < ?2) ORDER BY admitted"
+        )
+        return self._rows(sql, barrier.opened, barrier.closed)
+
+    # -- verbs: maintenance ----------------------------------------------------------------
+
+    def raise_barrier(
+        self, who: str, find: Callable[[], Lockfile | None], make: Callable[[], Lockfile]
+    ) -> tuple[Lockfile, bool]:
+        """Make the lockfile and its row, if none is there; return it, and whether it was made.
+
+        Raises:
+            MaintenanceOn: somebody made one by hand in this moment.
+        """
+        with self._writing():
+            found = find()
+            self._know_barrier(found, who)
+            lockfile = found or make()
+            if found is None:
+                self._know_barrier(lockfile, who)
+                reach("barrier.row")
+        reach("barrier.raised")
+        return lockfile, found is None
+
+    def lower_barrier(
+        self, who: str, why: str, find: Callable[[], Lockfile | None], remove: Callable[[], None]
+    ) -> Barrier | None:
+        """Remove the lockfile and close its row, which is returned; None if none was there."""
+        with self._writing():
+            self._know_barrier(find(), who)
+            barrier = self.barrier()
+            if barrier is not None:
+                remove()
+                self._close_barrier(barrier, who, why)
+                reach("barrier.closed")
+        reach("barrier.lowered")
+        return self.latest_barrier() if barrier else None
+
+    def refuse(self, job: str, who: str, why: str, find: Callable[[], Lockfile | None]) -> None:
+        """Record a start that was refused by maintenance, and the barrier if it was not known."""
+        with self._writing():
+            self._know_barrier(find(), who)
+            self._event(None, job, who, REFUSED, why)
+
+    def _know_barrier(self, found: Lockfile | None, who: str) -> None:
+        """Let the rows say what was found; the lockfile decides, whoever made or removed it."""
+        barrier = self.barrier()
+        if barrier and (found is None or found[:3] != (*barrier[1:4],)):
+            self._close_barrier(barrier, who, REMOVED if found is None else CHANGED)
+            barrier = None
+        if found is None:
+            return
+        if barrier is None:
+            names = ("device", "inode", "changed_ns", "reason", "until", "scopes")
+            told = {name: getattr(found, name) for name in names}
+            opened = self._event(None, None, who, "maintenance on", found.reason)
+            at = found.since or self._host.now()
+            self._insert("barrier", at=at, who=found.by, opened=opened, **told)
+        if found.overdue and (barrier is None or barrier.overdue is None):
+            event = self._event(None, None, who, "maintenance overdue", found.overdue)
+            self._set("barrier", {"closed": None}, overdue=event)
+
+    def _close_barrier(self, barrier: Barrier, who: str, why: str) -> None:
+        closed = self._event(None, None, who, "maintenance off", why)
+        ended = {"closed_at": self._host.now(), "closed_why": why}
+        self._set("barrier", {"id": barrier.id, "closed": None}, closed=closed, **ended)
+
     # -- verbs: admission and the ends of attempts ---------------------------------------
 
     def note(
@@ -3204,7 +3368,7 @@ class Ledger:
         """
         with self._writing():
             require_known_version(self._connection, self.path)
-            start.require_admission()
+            self._know_barrier(start.require_admission(), start.who)
             reach("admit.judged")
             said: list[str] = []
             run = self.unfinished(job)
@@ -3215,14 +3379,52 @@ class Ledger:
                 raise unfinished_before_retry(run)
             if start.only_resume and (run is None or run.finished):
                 return Admission(run or self._finished_meanwhile(job), 0, said)
+            deferred = (run and run.deferred) or {}
             if run is None or run.finished:
-                run = self._insert_run(job, start)
+                run = self._insert_run(job, start, RunState.RESERVED)
             else:
                 self._take_over(run, start, agree(run), said, kept=kept)
+            admitted = self.newest_event()
             generation = self._insert_attempt(run, start.owner)
+            mine: dict[str, object] = {"run": run.key, "generation": generation}
+            self._set("attempt", mine, admitted=admitted)
             reach("admit.commit")
         reach("admit.committed")
-        return Admission(self.run(run.key), generation, said)
+        return Admission(self.run(run.key), generation, said, deferred)
+
+    def defer(self, job: str, start: Start, note: Mapping[str, Any], why: str) -> Run:
+        """Store a start that maintenance turned away, to be begun once by the tick.
+
+        It is judged as an admission would, but for the lockfile; a second one is the same one.
+
+        Args:
+            job: the configured job, whose lock the caller holds.
+            start: who starts, and how; `require_admission` is only to find the lockfile here.
+            note: what else is to be known when it is begun.
+            why: the refusal, in words.
+
+        Raises:
+            PersonNeeded: the run may not go on unasked.
+        """
+        with self._writing():
+            require_known_version(self._connection, self.path)
+            self._know_barrier(start.require_admission(), start.who)
+            run = self.unfinished(job)
+            if run is not None:
+                run = self._settled(run, start, [], kept=False)
+            if start.only_resume and (run is None or run.finished):
+                return run or self._finished_meanwhile(job)
+            if start.retry and run is not None and not run.finished:
+                raise unfinished_before_retry(run)
+            if run is None or run.finished:
+                run = self._insert_run(job, start, RunState.WAITING)
+            self._keep_overrides(run, start)
+            first = {"at": self._host.now(), "who": start.who} | (run.deferred or {})
+            self._set("run", {"key": run.key}, deferred={**first, **note})
+            self._event(run.key, job, start.who, DEFERRED, why)
+            reach("defer.commit")
+        reach("defer.committed")
+        return self.run(run.key)
 
     def _finished_meanwhile(self, job: str) -> Run:
         run = self.latest(job)
@@ -3230,21 +3432,22 @@ class Ledger:
             raise NotFound(f"The job {job} has never run.", todo=f"Type: batchrun run {job}")
         return run
 
-    def _insert_run(self, job: str, start: Start) -> Run:
-        """Insert a new run in state `reserved`."""
+    def _insert_run(self, job: str, start: Start, state: RunState) -> Run:
+        """Insert a new run in state `reserved` or `waiting`."""
         now = self._host.now()
         key = self._insert(
             "run",
             id=start.run_id,
             job=job,
-            state=RunState.RESERVED,
+            state=state,
             created_at=now,
             changed_at=now,
             overrides=start.overrides,
             fresh_in_a_row=start.fresh_in_a_row,
             retry_of=start.retry and (start.retry.of.retry_of or start.retry.of.id),
         )
-        self._event(key, job, start.who, "started", TRANSITIONS[NEW, "reserved"])
+        said = "started" if state == RunState.RESERVED else str(state)
+        self._event(key, job, start.who, said, TRANSITIONS[NEW, state])
         if start.retry:
             self._take_up(start.retry, key)
         return self.run(key)
@@ -3719,14 +3922,26 @@ class Ledger:
     def pause(self, run: Run, who: str) -> None:
         """Pause a run that nobody owns, as a person's decision; the caller holds the job's lock."""
         with self._writing():
+            self._pause(self.run(run.key), who, Reason.PERSON)
+
+    def stop_at_barrier(
+        self, run: Run, who: str, why: str, find: Callable[[], Lockfile | None]
+    ) -> None:
+        """Pause a run whose next attempt maintenance turned away; the caller holds its lock."""
+        with self._writing():
+            self._know_barrier(find(), who)
             run = self.run(run.key)
-            if run.state in OWNED:
-                run = self._settle(run, DIED, who)
-            if run.finished:
-                return
-            self._supersede(run)
-            run = self._move(run, RunState.RESERVED, who=who, why="to pause it")
-            self._move(run, RunState.PAUSED, who=who, reason=Reason.PERSON)
+            if run.reason != Reason.MAINTENANCE:  # else the worker was turned away
+                self._pause(run, who, Reason.MAINTENANCE, why)
+
+    def _pause(self, run: Run, who: str, reason: Reason, why: str = "") -> None:
+        if run.state in OWNED:
+            run = self._settle(run, DIED, who)
+        if run.finished:
+            return
+        self._supersede(run)
+        run = self._move(run, RunState.RESERVED, who=who, why="to pause it")
+        self._move(run, RunState.PAUSED, who=who, reason=reason, why=why)
 
     def adopt(self, checkpoint: Checkpoint, content: bytes, digest: str, who: str) -> None:
         """Take a run over from its checkpoint alone, as a person decided; see `repair`.
@@ -4209,8 +4424,22 @@ def _back_up(connection: apsw.Connection, target: Path) -> None:
 # every other way out of a supervisor that holds a lock is os._exit.
 #
 # state/maintenance.lock closes the door if and only if the name is there, whatever it is: a file,
-# empty, unreadable, a directory. Only "no such file" means open. Every admission looks inside its
-# own write transaction.
+# empty, unreadable, a directory, a link to nowhere. Only "no such file" means open. Every admission
+# looks inside its own write transaction, of a run's first attempt and of every later one.
+#
+#   on    the content goes to a temporary file, fsynced; BEGIN IMMEDIATE; link() to the name, which
+#         never writes over anything; the temporary name is removed; fsync of the directory; the
+#         barrier's row; COMMIT
+#   off   BEGIN IMMEDIATE; the name is removed; fsync of the directory; the row is closed; COMMIT
+#
+# Killed anywhere in between it is fully on or fully off, for the name decides. The rows follow it:
+# who meets a lockfile that no row knows makes its row; who finds it gone ("removed by hand"), or
+# another by device, inode or ctime in its place ("changed by hand"), closes the row first.
+#
+# A lockfile closes everything unless it is JSON with a list of scopes, all of which are understood.
+# The version of a job is known only after its import: `version:NAME<N` lets the admission pass and
+# stops the worker before its first batch. `until` over, or older than max_maintenance: still on,
+# and loud.
 
 _held_locks: list[Any] = []  # keeps filelock's objects, and so the locks, until the process ends
 
@@ -4289,62 +4518,218 @@ def holds_lock(descriptor: int, path: Path) -> bool:
         return False
 
 
-class Barrier(NamedTuple):
-    """The maintenance lockfile as it was found.
-
-    Attributes:
-        since: wall time of the file's last change.
-        reason: what its JSON says, if it has any.
-        by: who, likewise.
-    """
-
-    since: str
-    reason: str
-    by: str
+_SCOPE = re.compile(rf"(?:job|tag):{_JOB_NAME}|version:{_JOB_NAME}<[0-9]{{1,9}}")
 
 
 class Maintenance:
     """The maintenance lockfile, whoever made it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, host: Host, max_s: float) -> None:
+        self.path, self._host, self._max_s = path, host, max_s
 
-    def find(self) -> Barrier | None:
-        """Return the barrier, or None if the door is open; anything unclear counts as closed."""
+    def find(self) -> Lockfile | None:
+        """Return what is there, or None if the door is open; anything unclear counts as closed."""
         try:
             found = self.path.lstat()
         except FileNotFoundError:
             return None
         except OSError as error:
-            return Barrier("", f"it cannot be looked at: {error.strerror}", "")
-        since = utc_text(found.st_mtime_ns)
+            why = f"it cannot be looked at: {error.strerror}"
+            return Lockfile(0, 0, 0, "", "somebody", why, None, [], "")
         said = self._contents() if stat.S_ISREG(found.st_mode) else {}
-        return Barrier(since, str(said.get("reason", "")), str(said.get("by", "")))
+        since, until = _moment_text(found.st_mtime_ns), _moment(said.get("until"))
+        return Lockfile(
+            device=found.st_dev & sys.maxsize,  # some are unsigned, SQLite's integers are not
+            inode=found.st_ino & sys.maxsize,
+            changed_ns=found.st_ctime_ns,
+            since=since,
+            by=_one_line(said.get("by")) or self._host.user_name(found.st_uid),
+            reason=_one_line(said.get("reason")),
+            until=until,
+            scopes=_scopes(said.get("scopes")),
+            overdue=self._overdue(since, until),
+        )
 
     def _contents(self) -> dict[str, Any]:
         try:
-            with self.path.open("rb") as file:
+            ways = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC  # a pipe may be there
+            with os.fdopen(os.open(self.path, ways), "rb") as file:
                 said = json.loads(file.read(65_536))
         except (OSError, ValueError, RecursionError):
             return {}
         return said if isinstance(said, dict) else {}
 
-    def require_open(self) -> None:
-        """Refuse while the lockfile is there.
+    def _overdue(self, since: str, until: str | None) -> str:
+        """Return why a maintenance should be over by now, in words, or nothing."""
+        now = self._host.now()
+        if until is not None and seconds_between(until, now) > 0:
+            return f"It was to end at {until}."
+        if seconds_between(since, now) > self._max_s:
+            return f"It is older than {duration_text(self._max_s)} (max_maintenance)."
+        return ""
+
+    def require_open(self, job: JobConfig) -> Lockfile | None:
+        """Refuse a job that the lockfile closes; return one that does not close this job.
 
         Raises:
             MaintenanceOn: since when, by whom and why, as far as it says.
         """
-        barrier = self.find()
-        if barrier is not None:
-            words = [f"since {barrier.since}"] if barrier.since else []
-            words += [f"by {barrier.by}"] if barrier.by else []
-            words += [f"({barrier.reason})"] if barrier.reason else []
-            raise MaintenanceOn(
-                f"Maintenance is on: {self.path} is there, {' '.join(words)}.",
-                unchanged="Nothing was started; the refusal is recorded.",
-                todo=f"When the maintenance is over: rm -r {self.path}",
-            )
+        found = self.find()
+        mine = {f"job:{job.name}", *(f"tag:{tag}" for tag in job.tags)}
+        if found is not None and (not found.scopes or mine & {*found.scopes}):
+            raise self.refusal(found)
+        return found
+
+    def require_version(self, job: JobConfig, version: int) -> None:
+        """Refuse a job whose installed version the lockfile closes.
+
+        Raises:
+            MaintenanceOn: as `require_open`.
+        """
+        found = self.find()
+        for scope in found.scopes if found else []:
+            name, below, limit = scope.removeprefix("version:").partition("<")
+            if found and below and name == job.name and version < int(limit):
+                raise self.refusal(found, f"It has version {version} of {name} installed.")
+
+    def refusal(self, found: Lockfile, *more: str) -> MaintenanceOn:
+        """Return the letter of a start that is refused, as loud as the lockfile is old."""
+        age = max(0.0, seconds_between(found.since, self._host.now())) if found.since else 0.0
+        words = [f"since {found.since}, for {duration_text(age)},"] if found.since else []
+        words += [f"by {found.by}", *([f"({found.reason})"] if found.reason else [])]
+        only = f"It closes {', '.join(found.scopes)}." if found.scopes else ""
+        loud = f"IT IS OVERDUE. {found.overdue}" if found.overdue else ""
+        return (MaintenanceOverdue if found.overdue else MaintenanceOn)(
+            f"Maintenance is on: {self.path} is there, {' '.join(words)}.",
+            why="\n".join(part for part in (loud, only, *more) if part),
+            unchanged="Nothing was started; the refusal is recorded.",
+            todo="When the maintenance is over: batchrun maintenance off",
+        )
+
+    def begin(
+        self,
+        ledger: Ledger,
+        who: str,
+        *,
+        by: str,
+        reason: str,
+        until: str | None,
+        scopes: list[str],
+    ) -> Lockfile:
+        """Close the door and record it; see the head of this section.
+
+        Raises:
+            MaintenanceOn: it is closed already; by whom and since when.
+            StateDirectoryError: the lockfile or its row cannot be written; says which of both is.
+        """
+        said: dict[str, object] = {"by": by, "reason": reason, "since": self._host.now()}
+        said |= {"until": until, "scopes": scopes}
+        content = json.dumps({name: value for name, value in said.items() if value}, indent=1)
+        with self._letters("written"), open_folder(self.path.parent) as folder:
+            temporary = prepare_file(folder, self.path.name, f"{content}\n".encode())
+            try:
+                reach("barrier.prepared")
+                make = functools.partial(self._link, folder, temporary)
+                lockfile, made = ledger.raise_barrier(who, self.find, make)
+            finally:
+                discard_file(folder, temporary)
+        if not made:
+            raise self._on_already(lockfile)
+        self._sweep()
+        return lockfile
+
+    @contextlib.contextmanager
+    def _letters(self, done: str) -> Iterator[None]:
+        """Let what goes wrong say how the door stands now."""
+        try:
+            yield
+        except OSError as error:
+            what = f"{self.path} cannot be {done}: {error.strerror}."
+            todo = f"See what it is: ls -la {self.path}"
+            raise StateDirectoryError(what, unchanged=self._stands(), todo=todo) from error
+        except StateDirectoryError as error:
+            error.unchanged = self._stands()
+            raise
+
+    def _stands(self) -> str:
+        is_on = self.find() is not None
+        return f"Maintenance is {'on: the lockfile is there' if is_on else 'off'}."
+
+    def _link(self, folder: int, temporary: str) -> Lockfile:
+        """Give a prepared file the lockfile's name as its only one, durably."""
+        name = self.path.name
+        try:
+            os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+        except FileExistsError:
+            found = self.find()
+            if found is None:
+                raise  # made and removed by hand in this moment
+            raise self._on_already(found) from None
+        reach("barrier.linked")
+        os.unlink(temporary, dir_fd=folder)
+        os.fsync(folder)
+        reach("barrier.synced")
+        found = self.find()
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, "it was removed by hand at once")
+        return found
+
+    def _sweep(self) -> None:
+        """Remove what an `on` left that was killed; none of it is the lockfile of now."""
+        for path in self.path.parent.glob(f".{self.path.name}.*{TEMPORARY_SUFFIX}"):
+            with contextlib.suppress(ValueError, FileNotFoundError):
+                if self._host.identify(int(path.name.split(".")[-3])) is None:
+                    path.unlink()
+
+    def _on_already(self, found: Lockfile) -> MaintenanceOn:
+        letter = self.refusal(found)
+        letter.unchanged = "It stays as it is; nothing was changed."
+        return letter
+
+    def end(self, ledger: Ledger, who: str, why: str) -> Barrier | None:
+        """Open the door and close the row, which is returned; None if it was open.
+
+        Raises:
+            StateDirectoryError: the lockfile cannot be removed, or its row not closed.
+        """
+        with self._letters("removed"):
+            return ledger.lower_barrier(who, why, self.find, self._remove)
+
+    def _remove(self) -> None:
+        """Remove the lockfile durably."""
+        with contextlib.suppress(FileNotFoundError):  # somebody was faster
+            is_folder = stat.S_ISDIR(self.path.lstat().st_mode)
+            self.path.rmdir() if is_folder else self.path.unlink()
+        reach("barrier.unlinked")
+        with open_folder(self.path.parent) as folder:
+            os.fsync(folder)
+
+
+def _one_line(value: object) -> str:
+    """Return text from a lockfile so that it can stand in a message."""
+    text = "".join(c if c.isprintable() else " " for c in value) if isinstance(value, str) else ""
+    return " ".join(text.split())[:200]
+
+
+def _moment_text(moment_ns: int) -> str:
+    """Return a moment as UTC text, held within the years that can be calculated with."""
+    return utc_text(min(max(moment_ns, 0), 253_402_300_799_999_999_999))
+
+
+def _moment(value: object) -> str | None:
+    """Return a moment with its zone as UTC text, or None if it is none."""
+    try:
+        moment = datetime.fromisoformat(value if isinstance(value, str) else "")
+    except ValueError:
+        return None
+    return _moment_text(int(moment.timestamp() * 1000) * 1_000_000) if moment.tzinfo else None
+
+
+def _scopes(value: object) -> list[str]:
+    """Return the scopes of a lockfile, or none, which is everything, unless all are understood."""
+    scopes = value if isinstance(value, list) else []
+    known = all(isinstance(scope, str) and _SCOPE.fullmatch(scope) for scope in scopes)
+    return scopes if known else []
 
 
 class StateDirectory:
@@ -4354,7 +4739,8 @@ class StateDirectory:
         self._config, self._host = config, host
         self.path = config.state
         self.ledger_path = config.state / "ledger.db"
-        self.maintenance = Maintenance(config.state / "maintenance.lock")
+        lockfile = config.state / "maintenance.lock"
+        self.maintenance = Maintenance(lockfile, host, config.max_maintenance_s)
 
     def require_fit(self, *, create: bool, write: bool = True) -> None:
         """Check that the folder can be trusted with a ledger, and make it if allowed.
@@ -8022,6 +8408,9 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
     if run.state in OWNED:
         return owned_standing(run, ledger.last_attempt(run), resume, host)
     needs_someone = is_paused_by_person(run) or run.state in (RunState.FAILED, RunState.AWAITING)
+    if run.deferred is not None:
+        why = f"A start was deferred at {run.deferred['at']}; the tick begins it."
+        return Standing(run.state, f"{run.error or ''}\n{why}".strip(), resume, is_due=True)
     return Standing(run.state, run.error or "", resume, not needs_someone, needs_someone)
 
 
@@ -8179,6 +8568,7 @@ class Worker:
         self._job_config = config.job(order.job)
         state = StateDirectory(config, host)
         self._store, self._lock_path = state.store(order.job), state.lock_path(order.job)
+        self._maintenance = state.maintenance
         self._run = ledger.run(order.run)
         self._event, self._settings_digest = 0, ""
         self._context: Context[Any] | None = None
@@ -8213,6 +8603,7 @@ class Worker:
         order, host = self._order, self._host
         os.chdir(self._config.folder)
         self._job = job = load_job(self._job_config)
+        self._maintenance.require_version(self._job_config, job.version)
         settings = job.settings_from(self._job_config, self._run.overrides, self._config.folder)
         identities = identity(settings, self._config.folder)
         self._settings_digest = settings_digest(identities)
@@ -8314,6 +8705,9 @@ class Worker:
             return letter_end(error)
         if self.gate.shut or isinstance(error, SafeStop | Interrupted):
             return self._stopped()
+        if isinstance(error, MaintenanceOn):
+            end = letter_end(error)
+            return end._replace(ending=Ending.STOPPED, reason=Reason.MAINTENANCE)
         if isinstance(error, BatchrunError):
             return letter_end(error)
         log_traceback(error)
@@ -8805,6 +9199,9 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #                  `resume` begins to count anew, and so does every start of a failed run
 #
 # A supervisor that is killed while it waits leaves the run to the next start, as interrupted.
+# The admission of every attempt asks whether maintenance closes the job, also of one that a
+# supervisor begins by itself. Where it does, a run that was going on is paused (75); a start is
+# refused (12; 13 once the maintenance is overdue) or deferred (75, once it is stored).
 #
 #   first stop     SIGTERM to the worker: it ends at its next safe point
 #   second stop    SIGUSR1, also when stop_grace is over: the batch is given up and rolled back
@@ -8843,9 +9240,17 @@ class Launch(NamedTuple):
     overrides: Mapping[str, str] = {}  # settings for this run, name -> text
     acceptances: tuple[str, ...] = ()  # changes that are accepted: `source`, `settings`
     batches: int | None = None  # stop after so many
+    when_blocked: str = ""  # by maintenance: `refuse` or `defer`; empty: as the job says
     in_process: bool = False  # run the worker's code in this interpreter
     cancels: str = ""  # id of a run to be cancelled after its cleanups, and nothing else
     retry: Retry | None = None  # begin a run that takes up these rejects
+
+
+def with_deferred(launch: Launch, deferred: Mapping[str, Any]) -> Launch:
+    """Return a launch that also has what a deferred start asked for, which it begins."""
+    accepted = dict.fromkeys([*launch.acceptances, *deferred.get("acceptances", ())])
+    batches = launch.batches or deferred.get("batches")
+    return launch._replace(acceptances=tuple(accepted), batches=batches)
 
 
 class Outcome(NamedTuple):
@@ -8884,6 +9289,7 @@ class Supervisor:
         self._patience = Patience(self._job_config, host)
         self._began_with: dict[int, int] = {}  # key of a run -> its batches when we admitted it
         self._nothing_lives = True  # of what our workers started
+        self._admitted = 0  # attempts that began
 
     # -- from start to end -------------------------------------------------------------------
 
@@ -8897,7 +9303,8 @@ class Supervisor:
         self._state.require_fit(create=not self._launch.only_resume)
         self._ledger = self._state.open_ledger(create=not self._launch.only_resume)
         try:
-            self._state.maintenance.require_open()  # the admission looks again
+            self._require_open()  # the admission looks again
+            reach("start.looked")
             if not self._take_lock():
                 self._watcher.say("stopped while waiting; nothing was started")
                 return Outcome(self._stops.exit_code(), signalled=True)
@@ -8908,15 +9315,52 @@ class Supervisor:
                 self._ledger.shorten_log()
             return outcome._replace(signalled=self._stops.count > 0)
         except MaintenanceOn as refusal:
-            with contextlib.suppress(BatchrunError):  # the refusal is what the person must read
-                self._ledger.note(
-                    self._who, "refused: maintenance", refusal.what, job=self._launch.job
-                )
-            raise
+            return self._turned_away(refusal)._replace(signalled=self._stops.count > 0)
         finally:
             self._ledger.close()
             if self._lock.descriptor >= 0 and self._nothing_lives:
                 self._lock.release()
+
+    def _require_open(self) -> Lockfile | None:
+        """Refuse what the maintenance lockfile closes."""
+        return self._state.maintenance.require_open(self._job_config)
+
+    def _turned_away(self, refusal: MaintenanceOn) -> Outcome:
+        """End at the barrier: a run that was going on is paused, a start is deferred or refused.
+
+        Raises:
+            MaintenanceOn: it is refused.
+        """
+        wanted = self._launch.when_blocked or self._job_config.when_blocked
+        if self._admitted == 0 and wanted == "defer":
+            return self._defer(refusal)
+        find = self._state.maintenance.find
+        run = self._ledger.unfinished(self._launch.job) if self._admitted else None
+        if run is None:
+            with contextlib.suppress(BatchrunError):  # the refusal is what the person must read
+                self._ledger.refuse(self._launch.job, self._who, refusal.what, find)
+            raise refusal
+        self._ledger.stop_at_barrier(run, self._who, refusal.what, find)
+        letter = f"{run.job}: run {run.id} is paused.\n{refusal.what}\nThe tick goes on with it."
+        return Outcome(self._stops.exit_code(), self._ledger.run(run.key), letter)
+
+    def _defer(self, refusal: MaintenanceOn) -> Outcome:
+        """Store the start durably, under the job's lock, and say so only then."""
+        if self._lock.descriptor < 0 and not self._take_lock():
+            return Outcome(self._stops.exit_code())
+        start = self._start()._replace(require_admission=self._state.maintenance.find)
+        note = {"acceptances": self._launch.acceptances, "batches": self._launch.batches}
+        run = self._ledger.defer(self._launch.job, start, note, refusal.what)
+        if run.finished:
+            return Outcome(ExitCode.DONE, run)
+        since = cast("dict[str, str]", run.deferred)["at"]
+        letter = (
+            f"{run.job}: the start is deferred since {since}, as run {run.id}.\n{refusal.what}\n"
+            f"The tick (batchrun resume --all) begins it once when that is over.\n"
+            f"To withdraw it: batchrun {'cancel' if run.state == RunState.WAITING else 'pause'}"
+            f" {run.id}"
+        )
+        return Outcome(ExitCode.STOPPED, run, letter)
 
     def _take_lock(self) -> bool:
         """Take the job's lock; wait only for an orphaned worker that commits its last batch.
@@ -9016,7 +9460,7 @@ class Supervisor:
 
     def _admit(self, fresh_reason: str = "") -> Admission:
         """Make what was read durable after an unclean end, then admit in one transaction."""
-        launch, job = self._launch, self._launch.job
+        job = self._launch.job
         self._require_same_code()
         unfinished = self._ledger.unfinished(job)
         require_witnesses_known(self._ledger, self._store)
@@ -9025,21 +9469,9 @@ class Supervisor:
         kept = last is not None and last.supervisor == self._me
         died = last is not None and last.ending in (None, Ending.DIED, Ending.OVERDUE)
         unclean = died or (left and not kept)
-        start = Start(
-            owner=self._me,
-            who=self._who,
-            run_id=os.urandom(5).hex(),
-            require_admission=self._state.maintenance.require_open,
-            require_may_go_on=self._require_may_go_on,
-            write_checkpoint=self._store.replace,
-            overrides=launch.overrides,
-            accept_settings="settings" in launch.acceptances,
-            only_resume=launch.only_resume,
-            fresh=launch.fresh or bool(fresh_reason),
-            fresh_reason=fresh_reason or "a fresh start was asked for",
-            fresh_in_a_row=unfinished.fresh_in_a_row + 1 if unfinished and fresh_reason else 0,
-            retry=launch.retry,
-        )
+        start = self._start(fresh_reason)
+        if fresh_reason and unfinished:
+            start = start._replace(fresh_in_a_row=unfinished.fresh_in_a_row + 1)
         with disk_letters(self._store.folder, self._host):
             if unclean:
                 self._ledger.make_durable()
@@ -9049,7 +9481,27 @@ class Supervisor:
             self._store.sweep()
             retire_witnesses(self._ledger, self._store)
             judge = functools.partial(agree, self._ledger, self._store, anew=unclean)
-            return self._ledger.admit(job, start, judge)
+            admission = self._ledger.admit(job, start, judge)
+        self._admitted += admission.generation > 0
+        return admission
+
+    def _start(self, fresh_reason: str = "") -> Start:
+        """Return this start as the ledger judges it."""
+        launch = self._launch
+        return Start(
+            owner=self._me,
+            who=self._who,
+            run_id=os.urandom(5).hex(),
+            require_admission=self._require_open,
+            require_may_go_on=self._require_may_go_on,
+            write_checkpoint=self._store.replace,
+            overrides=launch.overrides,
+            accept_settings="settings" in launch.acceptances,
+            only_resume=launch.only_resume,
+            fresh=launch.fresh or bool(fresh_reason),
+            fresh_reason=fresh_reason or "a fresh start was asked for",
+            retry=launch.retry,
+        )
 
     def _require_same_code(self) -> None:
         """Refuse to start a worker of another batchrun than this one."""
@@ -9062,7 +9514,7 @@ class Supervisor:
 
     def _require_may_go_on(self, run: Run) -> None:
         """Refuse a run that a person paused, unless a person starts it."""
-        if is_paused_by_person(run) and not self._launch.by_person:
+        if is_paused_by_person(run) and not self._launch.by_person and not run.deferred:
             raise PersonNeeded(
                 f"Run {run.id} of {run.job} was paused by a person.",
                 why=f"Since {run.changed_at}.",
@@ -9085,8 +9537,6 @@ class Supervisor:
         if not reason:
             try:
                 admission = self._admit()
-            except MaintenanceOn as refusal:
-                reason, why = Reason.MAINTENANCE, refusal.what
             except CodeChanged as refusal:
                 reason, why = Reason.STOP, refusal.what
             else:
@@ -9116,8 +9566,8 @@ class Supervisor:
             return Reason.STOP, "a stop was asked for between two attempts"
         if (request := self._ledger.run(run.key).request) is not None:
             return Reason.DRAIN if request == Request.DRAIN else Reason.PERSON, ""
-        barrier = self._state.maintenance.find()
-        return (Reason.MAINTENANCE, barrier.reason) if barrier else (Reason.NONE, "")
+        self._require_open()
+        return Reason.NONE, ""
 
     def _decide(self, run: Run, attempt: Attempt) -> After:
         """Decide what follows an attempt: what its ending says, the next one, or plan B."""
@@ -9143,6 +9593,7 @@ class Supervisor:
         """Run one worker to its end and make the run's edge from what it recorded."""
         run, generation = admission.run, admission.generation
         self._began_with.setdefault(run.key, run.batches)
+        self._launch = with_deferred(self._launch, admission.deferred)
         for line in admission.said:
             self._watcher.say(line)
         if generation == 0:
@@ -9293,6 +9744,7 @@ class Supervisor:
 
     def _outcome(self, run: Run) -> Outcome:
         """Return exit code and letter for the state that a run has come to."""
+        reach("attempt.settled")
         attempt = self._ledger.last_attempt(run)
         if attempt is None:  # finished by a person meanwhile
             return Outcome(ExitCode.DONE, run)
@@ -9302,6 +9754,11 @@ class Supervisor:
         if run.state == RunState.AWAITING or run.reason == Reason.RETRY:
             return Outcome(ExitCode.PERSON_NEEDED, run, self._letter(run, attempt))
         asked = code if code == ExitCode.INTERRUPTED else self._stops.exit_code()
+        if run.state == RunState.PAUSED and run.reason == Reason.MAINTENANCE:
+            self._admitted -= 1  # it began nothing
+            kind = MaintenanceOverdue if code == ExitCode.PERSON_NEEDED else MaintenanceOn
+            words = {"unchanged": attempt.unchanged or "", "todo": attempt.todo or ""}
+            raise kind(attempt.error or "", **words)
         if run.state in (RunState.PAUSED, RunState.CANCELLED):
             by_itself = code in (ExitCode.STOPPED, ExitCode.INTERRUPTED)
             return Outcome(asked, run, (by_itself and attempt.error) or "")
@@ -9617,6 +10074,11 @@ def open_log(path: Path) -> int:
     )
 
 
+def objections_to_off(state: StateDirectory, ledger: Ledger) -> list[Finding]:  # noqa: ARG001
+    """Return why unfinished runs could not go on if maintenance ended now; none is known yet."""
+    return []
+
+
 def stop_run(state: StateDirectory, ledger: Ledger, run: Run, request: Request, who: str) -> bool:
     """Pause or cancel a run: at once if nobody owns it, else by asking; tell whether it is done.
 
@@ -9747,7 +10209,63 @@ def summarise_job(
         "next": standing.todo,
         "needs_someone": standing.needs_someone or bool(stuck),
         "cleanups": [finding._asdict() for finding in stuck],
+        "deferred_since": run and run.deferred and run.deferred["at"],
     }
+
+
+def as_documents(findings: list[Finding]) -> list[dict[str, str]]:
+    """Return findings as JSON has them."""
+    return [finding._asdict() for finding in findings]
+
+
+def render_findings(findings: list[Finding]) -> str:
+    """Return findings as text: what, why, and what to type."""
+    return "\n".join(f"{f.what}\n  {f.why}\n  to type: {f.todo}" for f in findings)
+
+
+def summarise_barrier(
+    barrier: Barrier | None, away: list[tuple[str, str, int]], waiting: list[Run]
+) -> dict[str, Any]:
+    """Return a maintenance as one JSON document: its row, the starts it met, what is deferred."""
+    names = ("done", "job", "starts")
+    return {
+        "barrier": barrier and barrier._asdict(),
+        "turned_away": [dict(zip(names, row, strict=True)) for row in away],
+        "deferred": [{"job": r.job, "run": r.id, **(r.deferred or {})} for r in waiting],
+    }
+
+
+def render_barrier(document: dict[str, Any]) -> str:
+    """Return how a maintenance went, now that it is over."""
+    barrier = document["barrier"]
+    if barrier is None:
+        return "\n".join(["maintenance was not on", *render_turned_away(document)])
+    lasted = age_text(barrier["at"], barrier["closed_at"])
+    reason = f" ({barrier['reason']})" if barrier["reason"] else ""
+    by = f"by {barrier['who']}{reason}, {barrier['closed_why']}"
+    first = f"maintenance is off; it was on for {lasted}, since {barrier['at']} {by}"
+    return "\n".join([first, *render_turned_away(document)])
+
+
+def render_turned_away(document: dict[str, Any]) -> list[str]:
+    """Return a line for each job that maintenance turned away, and for each start that waits."""
+    away = document["turned_away"]
+    lines = [f"  {row['done']:<8}  {row['job']}: {row['starts']}" for row in away]
+    waiting = document["deferred"]
+    lines += [f"  waits     {w['job']}: run {w['run']}, since {w['at']}" for w in waiting]
+    return [*lines, "to type: batchrun resume --all"] if waiting else lines
+
+
+def render_lockfile(found: Lockfile, now: str) -> list[str]:
+    """Return the lines that say that maintenance is on, loud if it should be over."""
+    since = f" since {found.since}, for {age_text(found.since, now)}," if found.since else ""
+    reason = f" ({found.reason})" if found.reason else ""
+    until = f", until {found.until}" if found.until else ""
+    only = f", only {', '.join(found.scopes)}" if found.scopes else ""
+    line = f"maintenance is on{since} by {found.by}{reason}{until}{only}"
+    if not found.overdue:
+        return [line]
+    return [f"MAINTENANCE IS OVERDUE. {found.overdue}", line, "to type: batchrun maintenance off"]
 
 
 def render_status(jobs: list[dict[str, Any]], now: str) -> str:
@@ -9758,9 +10276,14 @@ def render_status(jobs: list[dict[str, Any]], now: str) -> str:
         skipped = str(job["refused_since_success"] or "-")
         times = age_text(job["since"], now), of_all_text(job), success
         rows.append([job["job"], state_text(job), *times, skipped])
+    deferred = [
+        f"deferred: {job['job']}, for {age_text(job['deferred_since'], now)}"
+        for job in jobs
+        if job["deferred_since"]
+    ]
     todos = [f"to type: {job['next']}" for job in jobs if " report " not in job["next"]]
     stuck = [line for job in jobs for line in render_stuck(job)]
-    return "\n".join([render_table(rows), *todos, *stuck])
+    return "\n".join([render_table(rows), *deferred, *todos, *stuck])
 
 
 def render_stuck(job: dict[str, Any]) -> list[str]:
@@ -9772,8 +10295,7 @@ def age_text(at: str | None, now: str) -> str:
     """Return how long ago a moment was, for people, or `-`."""
     if not at:
         return "-"
-    age = datetime.fromisoformat(now) - datetime.fromisoformat(at)
-    return duration_text(max(0.0, age.total_seconds()))
+    return duration_text(max(0.0, seconds_between(at, now)))
 
 
 def render_one_status(job: dict[str, Any]) -> str:
@@ -9950,17 +10472,23 @@ RUNNING = (
     word("--accept-source", is_flag=True, help="Go on although the source changed."),
     word("--accept-settings", is_flag=True, help="Go on although settings changed."),
     word("--batches", type=int, metavar="N", help="Stop after N batches (exit 75)."),
+    word(
+        "--when-blocked", metavar="refuse|defer", help="By maintenance. Default: as the job says."
+    ),
     word("--in-process", is_flag=True, help="Run the job in this interpreter, to debug it."),
 )
 RUN_EXITS = list(ExitCode)
 
 
 def command(group: str, *parameters: Any, exits: Iterable[ExitCode] = ()) -> Callable[..., Any]:
-    """Declare a command: its group in --help, its parameters, its exit codes beyond 0, 2 and 5."""
+    """Declare a command: its group in --help, its parameters, its exit codes beyond 0, 2 and 5.
+
+    Its words are those of the function's name: `maintenance_on_command` is `maintenance on`.
+    """
     always = (ExitCode.DONE, ExitCode.USAGE, ExitCode.STATE_DIRECTORY)
 
     def declare(function: Callable[..., ExitCode]) -> Callable[..., ExitCode]:
-        name = function.__name__.removesuffix("_command")
+        name = function.__name__.removesuffix("_command").replace("_", " ")
         COMMANDS.append(CommandParts(group, name, function, parameters, sorted({*always, *exits})))
         return function
 
@@ -10089,12 +10617,12 @@ class App:
         """The state directory that the configuration names."""
         return StateDirectory(self.config, self.host)
 
-    def ledger(self, *, write: bool) -> contextlib.closing[Ledger]:
-        """Open the ledger that is there; never makes one."""
+    def ledger(self, *, write: bool, create: bool = False) -> contextlib.closing[Ledger]:
+        """Open the ledger that is there; make one only if that is said."""
         if write:
             check_trusted(self.config.path, what="the configuration")
-        self.state.require_fit(create=False, write=write)
-        return contextlib.closing(self.state.open_ledger(create=False, write=write))
+        self.state.require_fit(create=create, write=write)
+        return contextlib.closing(self.state.open_ledger(create=create, write=write))
 
     def find_run(self, ledger: Ledger, name: str) -> Run:
         """Return the run that is meant: a job's unfinished or latest one, or an id's beginning.
@@ -10191,6 +10719,10 @@ def launch_of(
     """Return what the options of `run` and `resume` ask for."""
     if asked["batches"] is not None and asked["batches"] < 1:
         raise ConfigurationError("--batches is less than 1.", todo="Write: --batches 3")
+    if asked["when_blocked"] not in (None, "refuse", "defer"):
+        what = f"--when-blocked {asked['when_blocked']!r} is neither refuse nor defer."
+        raise ConfigurationError(what, unchanged="Nothing was started.")
+    asked["when_blocked"] = asked["when_blocked"] or ""
     accepted = ("source",) * accept_source + ("settings",) * accept_settings
     overrides = parse_overrides(settings)
     return Launch(job, overrides=overrides, acceptances=accepted, **asked)
@@ -10242,13 +10774,15 @@ def tick(app: App) -> ExitCode:
     for run in due:
         signalled = False
         try:
-            code, *_, signalled = app.supervise(Launch(run.job, only_resume=True))
-        except (Busy, MaintenanceOn) as refusal:
-            app.console.say(str(refusal))
-            code = ExitCode.DONE
+            launch = Launch(run.job, only_resume=True, when_blocked="refuse")
+            code, *_, signalled = app.supervise(launch)
         except BatchrunError as error:
-            app.console.letter(str(error), error.exit_code)
             code = error.exit_code
+            if code in (ExitCode.BUSY, ExitCode.MAINTENANCE):
+                app.console.say(str(error))
+                code = ExitCode.DONE
+            else:
+                app.console.letter(str(error), code)
         codes.append(code)
         if signalled:
             break  # it was the tick that was to stop; the next one goes on
@@ -10269,16 +10803,17 @@ def status_command(app: App, *, name: str | None) -> ExitCode:
             found = [c for c in ledger.stuck_cleanups() if c.job == job]
             stuck = [stuck_cleanup(ledger, cleanup) for cleanup in found]
             jobs.append(summarise_job(job, run, stands, ledger.last_success(job), refused, stuck))
-    barrier = app.state.maintenance.find()
+    lockfile = app.state.maintenance.find()
     text = render_one_status(jobs[0]) if name else render_status(jobs, app.host.now())
-    said = [f"maintenance is on since {barrier.since} {barrier.reason}".rstrip()] if barrier else []
+    said = render_lockfile(lockfile, app.host.now()) if lockfile else []
     said += [warning] if (warning := app.state.warning()) else []
     for each_job in jobs:
         each_job["next"] = app.console.typed(each_job["next"])
-    document = {"jobs": jobs, "maintenance": barrier and barrier._asdict(), "warning": warning}
+    document = {"jobs": jobs, "maintenance": lockfile and lockfile._asdict(), "warning": warning}
     app.console.result("\n".join([*said, text]), document)
     needs_someone = any(each_job["needs_someone"] for each_job in jobs)
-    return ExitCode.FINDINGS if needs_someone else ExitCode.DONE
+    is_overdue = lockfile is not None and lockfile.overdue
+    return ExitCode.FINDINGS if needs_someone or is_overdue else ExitCode.DONE
 
 
 @command("Every day", word("run"), exits=[ExitCode.NOT_FOUND])
@@ -10293,6 +10828,117 @@ def report_command(app: App, *, run: str) -> ExitCode:
 
 
 # -- deploy, answer and mend ---------------------------------------------------------------------
+
+
+@command(
+    "Deploy",
+    word("--reason", default="", metavar="TEXT", help="Why, for all who meet it."),
+    word("--until", metavar="+30m|TIME", help="When it is to end; after that it is loud."),
+    word("--job", "jobs", multiple=True, metavar="NAME", help="Close this job, not everything."),
+    word("--tag", "tags", multiple=True, metavar="NAME", help="Close the jobs with this tag."),
+    word("--version", "versions", multiple=True, metavar="NAME<N", help="... below version N."),
+    word("--by", default="", metavar="WHO", help="Who. Default: the user."),
+    exits=[ExitCode.NOT_FOUND, ExitCode.MAINTENANCE, ExitCode.PERSON_NEEDED],
+)
+def maintenance_on_command(
+    app: App, *, by: str, reason: str, until: str | None, **scopes: tuple[str, ...]
+) -> ExitCode:
+    """Close the door: nothing new starts, what runs goes on."""
+    closed = scopes_of(app.config, **scopes)
+    moment = parse_until(until, app.host.now()) if until else None
+    words = {"by": by or app.who, "reason": mask_secrets(reason)}
+    with app.ledger(write=True, create=True) as ledger:
+        begin = app.state.maintenance.begin
+        lockfile = begin(ledger, app.who, until=moment, scopes=closed, **words)
+    text = "\n".join(render_lockfile(lockfile, app.host.now()))
+    app.console.result(text, {"maintenance": lockfile._asdict()})
+    return ExitCode.DONE
+
+
+@command(
+    "Deploy",
+    word("--force", is_flag=True, help="Also if unfinished runs could not go on; recorded."),
+    exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
+)
+def maintenance_off_command(app: App, *, force: bool) -> ExitCode:
+    """Open the door; begins nothing, that is for the tick."""
+    with app.ledger(write=True) as ledger:
+        findings = objections_to_off(app.state, ledger)
+        if findings and not force:
+            app.console.result(render_findings(findings), {"findings": as_documents(findings)})
+            return ExitCode.FINDINGS
+        overridden = "; ".join(finding.what for finding in findings)
+        why = f"by --force, although: {overridden}" if findings else "switched off"
+        barrier = app.state.maintenance.end(ledger, app.who, why)
+        away = ledger.turned_away(barrier) if barrier else []
+        waiting = [run for run in ledger.all_unfinished() if run.deferred]
+    document = summarise_barrier(barrier, away, waiting)
+    app.console.result(render_barrier(document), document)
+    return ExitCode.DONE
+
+
+@command("Deploy", exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND])
+def maintenance_status_command(app: App) -> ExitCode:
+    """Tell whether the door is closed, since when, by whom, and whom it turned away."""
+    with app.ledger(write=False) as ledger:
+        barrier = ledger.barrier()
+        away = ledger.turned_away(barrier) if barrier else []
+        waiting = [run for run in ledger.all_unfinished() if run.deferred]
+    lockfile = app.state.maintenance.find()
+    lines = render_lockfile(lockfile, app.host.now()) if lockfile else ["maintenance is off"]
+    document = summarise_barrier(barrier if lockfile else None, away, waiting)
+    document["maintenance"] = lockfile and lockfile._asdict()
+    app.console.result("\n".join([*lines, *render_turned_away(document)]), document)
+    return ExitCode.FINDINGS if lockfile and lockfile.overdue else ExitCode.DONE
+
+
+def scopes_of(
+    config: Config, *, jobs: Sequence[str], tags: Sequence[str], versions: Sequence[str]
+) -> list[str]:
+    """Return what is to be closed as scopes; none is everything.
+
+    Raises:
+        NotFound: there is no such job.
+        ConfigurationError: no job has the tag, or a version is not written NAME<N.
+    """
+    known = {tag for job in config.jobs.values() for tag in job.tags}
+    for tag in tags:
+        if tag not in known:
+            what, why = (
+                f"No job has the tag {tag!r}.",
+                f"Tags: {', '.join(sorted(known)) or 'none'}.",
+            )
+            raise ConfigurationError(what, why=why, unchanged="Nothing was changed.")
+    scopes = [f"job:{config.job(name).name}" for name in jobs] + [f"tag:{tag}" for tag in tags]
+    for version in versions:
+        name, _, below = version.partition("<")
+        if not re.fullmatch("[0-9]{1,9}", below):
+            what, todo = f"--version {version!r} is not NAME<N.", "Write: --version 'NAME<4'"
+            raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo)
+        scopes.append(f"version:{config.job(name).name}<{below}")
+    return scopes
+
+
+def parse_until(text: str, now: str) -> str:
+    """Return when a maintenance is to end as UTC text: "+30m", or a moment, local without a zone.
+
+    Raises:
+        ConfigurationError: it is neither, or has passed.
+    """
+    begun = datetime.fromisoformat(now)
+    try:
+        if text.startswith("+"):
+            moment = begun + timedelta(seconds=parse_duration(text[1:]))
+        else:
+            moment = datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError) as error:
+        what = f"--until {text!r} is neither a duration nor a moment."
+        todo = "Write: --until +30m, or --until 2026-01-31T17:30"
+        raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo) from error
+    if moment <= begun:
+        what = f"--until {text!r} has passed."
+        raise ConfigurationError(what, unchanged="Nothing was changed.")
+    return utc_text(int(moment.timestamp() * 1000) * 1_000_000)
 
 
 @command("Deploy", word("run"), exits=[ExitCode.NOT_FOUND])
@@ -10311,7 +10957,7 @@ def cancel_command(app: App, *, run: str) -> ExitCode:
         needs_worker = can and not is_owned(app.state, found.job)
     if not needs_worker:
         return stop_command(app, run, Request.CANCEL, "cancelled")
-    launch = Launch(found.job, cancels=found.id)
+    launch = Launch(found.job, cancels=found.id, when_blocked="refuse")
     outcome = Supervisor(app.config, launch, app.host, app.console).run()
     ended = cast("Run", outcome.run)
     if outcome.letter:
@@ -10342,9 +10988,8 @@ def check_command(app: App) -> ExitCode:
         findings = check(ledger, app.state.store, app.config.jobs)
         for store in app.state.stores():
             require_witnesses_known(ledger, store)
-    lines = [f"{f.what}\n  {f.why}\n  to type: {f.todo}" for f in findings]
-    text = "\n".join(lines) or "ledger and checkpoints agree"
-    app.console.result(text, {"findings": [finding._asdict() for finding in findings]})
+    text = render_findings(findings) or "ledger and checkpoints agree"
+    app.console.result(text, {"findings": as_documents(findings)})
     return ExitCode.FINDINGS if findings else ExitCode.DONE
 
 
@@ -10577,8 +11222,8 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
     class Grouped(click.Group):
         def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
             for group in GROUPS:
-                named = [parts.name for parts in COMMANDS if parts.group == group]
-                rows = [(name, self.commands[name].get_short_help_str(70)) for name in named]
+                named = [parts for parts in COMMANDS if parts.group == group]
+                rows = [(parts.name, str(parts.function.__doc__).split("\n")[0]) for parts in named]
                 with formatter.section(group):
                     formatter.write_dl(rows)
 
@@ -10588,10 +11233,21 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
     root.callback = app.take
     root.epilog = exit_text(list(ExitCode))
     click.version_option(VERSION, prog_name="batchrun")(root)
-    named = [parts for parts in COMMANDS if parts.name in arguments]
+    named = [parts for parts in COMMANDS if parts.name.split()[0] in arguments]
     for parts in COMMANDS if "--help" in arguments or not named else named:
-        root.add_command(build_command(click, app, parts))
+        first, _, second = parts.name.partition(" ")
+        if second and first not in root.commands:
+            title = f"{first.capitalize()}, by a second word."
+            everywhere = hidden_globals(click)
+            root.add_command(click.Group(first, params=everywhere, callback=app.take, help=title))
+        above: Any = root.commands[first] if second else root
+        above.add_command(build_command(click, app, parts))
     return root
+
+
+def hidden_globals(click: Any) -> list[Any]:
+    """Return the global options for a place where they are taken and not shown again."""
+    return [click.Option(list(names), **more, hidden=True) for names, more in GLOBAL]
 
 
 def build_command(click: Any, app: App, parts: CommandParts) -> Any:
@@ -10600,7 +11256,6 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
         (click.Option if names[0].startswith("-") else click.Argument)(list(names), **more)
         for names, more in parts.parameters
     ]
-    everywhere = [click.Option(list(names), **more, hidden=True) for names, more in GLOBAL]
 
     def call(config: str | None, **given: Any) -> ExitCode:
         ways = {name: given.pop(name) for name in ("as_json", "quiet", "verbose")}
@@ -10608,8 +11263,8 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
         return parts.function(app, **given)
 
     return click.Command(
-        parts.name,
-        params=[*made, *everywhere],
+        parts.name.rpartition(" ")[2],
+        params=[*made, *hidden_globals(click)],
         callback=call,
         help=parts.function.__doc__,
         epilog=exit_text(parts.exits),

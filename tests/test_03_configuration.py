@@ -1008,6 +1008,6 @@ def test_every_config_key_is_a_field_of_its_row() -> None:
     of_jobs = set(batchrun.JobConfig._fields)
     assert {key.field for key in keys[""].values()} < set(batchrun.Config._fields)
     assert {key.field for key in keys["jobs.NAME"].values()} < of_jobs
-    assert keys["jobs.NAME"].keys() - keys["defaults"].keys() == {"uses"}
+    assert keys["jobs.NAME"].keys() - keys["defaults"].keys() == {"uses", "tags"}
     assert keys[""]["min_free"].field == "min_free_bytes"
     assert keys["defaults"]["stop_grace"].field == "stop_grace_s"

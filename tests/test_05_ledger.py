@@ -228,7 +228,7 @@ def test_a_run_that_moved_meanwhile_is_not_moved_again(ledger: Ledger) -> None:
 def test_a_job_has_one_unfinished_run(ledger: Ledger) -> None:
     admit(ledger)
     with pytest.raises(StateDirectoryError, match="UNIQUE constraint failed"), ledger._writing():
-        ledger._insert_run("sync", start("r2"))
+        ledger._insert_run("sync", start("r2"), RunState.RESERVED)
     assert admit(ledger, "another job", "r2").run.id == "r2"
 
 

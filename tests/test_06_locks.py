@@ -1,6 +1,5 @@
 """Section 6: the kernel says who lives, the lockfile who may begin."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, wait_for
 
-from batchrun import Host, JobLock, Maintenance, MaintenanceOn, StateDirectoryError, holds_lock
+from batchrun import Host, JobLock, StateDirectoryError, holds_lock
 
 HOLDER = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
@@ -144,72 +143,3 @@ def test_a_missing_state_directory_is_not_made_by_a_lock(tmp_path: Path) -> None
     with pytest.raises(FileNotFoundError):
         JobLock(tmp_path / "mistyped" / "locks" / "sync.lock").acquire()
     assert list(tmp_path.iterdir()) == []
-
-
-# --- maintenance ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def door(tmp_path: Path) -> Maintenance:
-    return Maintenance(tmp_path / "maintenance.lock")
-
-
-def test_without_a_lockfile_the_door_is_open(door: Maintenance) -> None:
-    assert door.find() is None
-    door.require_open()
-
-
-def test_a_lockfile_made_by_touch_closes_the_door(door: Maintenance) -> None:
-    door.path.touch()
-    os.utime(door.path, (0, 0))
-    with pytest.raises(MaintenanceOn) as refusal:
-        door.require_open()
-    assert str(refusal.value) == (
-        f"Maintenance is on: {door.path} is there, since 1970-01-01T00:00:00.000Z.\n"
-        "Nothing was started; the refusal is recorded.\n"
-        f"When the maintenance is over: rm -r {door.path}"
-    )
-    assert refusal.value.exit_code == 12
-
-
-def test_a_lockfile_that_says_why_is_quoted(door: Maintenance) -> None:
-    door.path.write_text(json.dumps({"reason": "deploy 12", "by": "ann"}))
-    os.utime(door.path, (0, 0))
-    with pytest.raises(
-        MaintenanceOn, match=r"since 1970-01-01T00:00:00.000Z by ann \(deploy 12\)\.\n"
-    ):
-        door.require_open()
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[1]", b"\xff", b"null", b"[" * 70_000, b" " * 70_000, b'{"reason": 1}']
-)
-def test_a_lockfile_closes_the_door_whatever_it_holds(door: Maintenance, content: bytes) -> None:
-    door.path.write_bytes(content)
-    assert door.find() is not None
-
-
-@pytest.mark.parametrize("kind", ["directory", "pipe", "dangling link", "link", "hard link"])
-def test_a_lockfile_closes_the_door_whatever_it_is(
-    door: Maintenance, tmp_path: Path, kind: str
-) -> None:
-    outside = tmp_path / "outside"
-    outside.write_text("precious")
-    if kind == "directory":
-        door.path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(door.path)
-    elif kind == "hard link":
-        door.path.hardlink_to(outside)
-    else:
-        door.path.symlink_to(outside if kind == "link" else tmp_path / "nowhere")
-    with pytest.raises(MaintenanceOn):
-        door.require_open()
-    assert outside.read_text() == "precious"
-
-
-def test_a_lockfile_that_cannot_be_looked_at_closes_the_door(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    barrier = Maintenance(tmp_path / "file" / "maintenance.lock").find()
-    assert barrier is not None
-    assert barrier.reason == "it cannot be looked at: Not a directory"

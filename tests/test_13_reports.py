@@ -37,6 +37,7 @@ RUN = Run(
     retry_of=None,
     tried=None,
     tries=0,
+    deferred=None,
 )
 ATTEMPT = Attempt(
     generation=1,

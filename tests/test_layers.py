@@ -18,23 +18,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
-    "Vocabulary": 453,
-    "Host": 671,
-    "Configuration": 985,
+    "Vocabulary": 495,
+    "Host": 675,
+    "Configuration": 995,
     "Checkpoints": 370,
-    "Ledger": 1_608,
-    "Locks and maintenance": 255,
+    "Ledger": 1_770,
+    "Locks and maintenance": 425,
     "Health": 865,
-    "Jobs": 2_317,
+    "Jobs": 2_320,
     "Operations": 200,
     "Recovery": 445,
-    "Worker": 702,
-    "Supervisor": 878,
-    "Reports": 265,
-    "Command line": 770,
+    "Worker": 710,
+    "Supervisor": 945,
+    "Reports": 325,
+    "Command line": 905,
 }
 COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 10_786  # must stay under
+LINES_IN_ALL = 11_446  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
