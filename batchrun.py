@@ -214,6 +214,7 @@ class Ending(StrEnum):
     REFUSED = "refused"
     CHANGED = "source changed"
     CLEANED = "cleaned up"
+    AWAITS = "awaits an answer"
     DIED = "died"
 
 
@@ -439,6 +440,22 @@ class Cleanup(NamedTuple):
     def call(self) -> str:
         """The call as it would be written."""
         return f"{self.function}({', '.join(f'{n}={v!r}' for n, v in self.arguments.items())})"
+
+
+class Approval(NamedTuple):
+    """One row of the table `approval`: what a job asks a person, and the answer once it is there."""
+
+    name: str  # of the question, once in a run
+    summary: str  # what is to be approved, in the job's words
+    asked_at: str
+    answered_at: str | None
+    who: str | None
+    why: str | None
+
+    @property
+    def words(self) -> str:
+        """The question in words."""
+        return f"It asks for the approval {self.name!r}: {self.summary}"
 
 
 class Event(NamedTuple):
@@ -2317,11 +2334,11 @@ class Checkpoint(NamedTuple):
     run: str
     generation: int
     number: int  # commit number, from 1
-    kind: str  # what the commit was: `batch`, `loop` (the end of one) or `step`
-    loop: str  # the loop or step that the commit belongs to
+    kind: str  # what the commit was: `batch`, `loop` (the end of one), `step` or `approval`
+    loop: str  # the loop, step or approval that the commit belongs to
     cursor: str  # encoded cursor of that loop after the commit; `null` before its first record
     ended: bool  # whether the source said that nothing follows
-    # finished loops and steps in order, `["loop", name]` or `["step", name, result]`
+    # finished loops, steps and approvals in order, `["loop", name]` or `["step", name, result]`
     passed: list[list[Any]]
     marks: dict[str, int]  # loop or step -> number last marked in its target
     # records `read` and `rejected`, `batches`, and the job's own counts, over the run
@@ -2723,7 +2740,7 @@ class AttemptEnd(NamedTuple):
 
     ending: Ending
     exit_code: ExitCode
-    reason: Reason = Reason.NONE  # why the run is paused, where it is
+    reason: Reason = Reason.NONE  # why the run is paused or awaiting, where it is
     error: str = ""
     unchanged: str = ""
     todo: str = ""
@@ -2771,16 +2788,19 @@ class Start(NamedTuple):
     fresh_reason: str = "a fresh start was asked for"
     fresh_in_a_row: int = 0
     retry: Retry | None = None  # what a new run takes up in the place of its sources
+    # whether the unfinished run is to be left as it stands
+    leaves: Callable[[Run], bool] = lambda _: False
 
 
 STATE_AFTER = {
     Ending.SUCCEEDED: RunState.SUCCEEDED,
     Ending.STOPPED: RunState.PAUSED,
+    Ending.AWAITS: RunState.AWAITING,
     Ending.DIED: RunState.INTERRUPTED,
 }  # and failed after every other ending
 
 TABLES: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch"}
-TABLES |= {Reading: "reading", HealthCheck: "health_check"}
+TABLES |= {Reading: "reading", HealthCheck: "health_check", Approval: "approval"}
 GAUGES = ("rss_bytes", "open_files", "connections", "threads", "children")  # of a worker
 READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> value of a column
     "RunState": RunState,
@@ -3038,6 +3058,14 @@ class Ledger:
         gauges = zip(GAUGES, zip(*reversed(rows), strict=True), strict=False)
         return {name: [each for each in values if each is not None] for name, values in gauges}
 
+    def approvals(self, run: Run) -> list[Approval]:
+        """Return what a run has asked, oldest first."""
+        return self._all(Approval, "WHERE run = ? ORDER BY asked_at, name", run.key)
+
+    def open_question(self, run: Run) -> Approval | None:
+        """Return what a run has asked and nobody has answered; it asks one at a time."""
+        return self._one(Approval, "WHERE run = ? AND answered_at IS NULL LIMIT 1", run.key)
+
     def newest_event(self) -> int:
         """Return the highest event id that was ever given."""
         rows = self._rows("SELECT seq FROM sqlite_sequence WHERE name = 'event'")
@@ -3104,7 +3132,7 @@ class Ledger:
                 run = self._settled(run, start, said)
             if start.retry and run is not None and not run.finished:
                 raise unfinished_before_retry(run)
-            if start.only_resume and (run is None or run.finished):
+            if start.only_resume and (run is None or run.finished or start.leaves(run)):
                 return Admission(run or self._finished_meanwhile(job), 0, said)
             if run is None or run.finished:
                 run = self._insert_run(job, start)
@@ -3156,12 +3184,13 @@ class Ledger:
         if run.state in OWNED:
             run = self._settle(run, DIED, start.who)
             said.append(f"run {run.id} was left by its owner: {run.state}")
+        why = "cancelling was asked for before it ended"
+        if not run.finished and run.request != Request.CANCEL:
+            start.require_may_go_on(run)
+            why = start.fresh_reason
         if not run.finished and (start.fresh or run.request == Request.CANCEL):
-            why = start.fresh_reason if start.fresh else "cancelling was asked for before it ended"
             run = self._cancel(run, start.who, why)
             said.append(f"run {run.id} cancelled: {why}")
-        if not run.finished:
-            start.require_may_go_on(run)
         return run
 
     def _take_over(self, run: Run, start: Start, agreement: Agreement, said: list[str]) -> None:
@@ -3384,7 +3413,7 @@ class Ledger:
         sql = "SELECT ending, reason, error FROM attempt WHERE run = ? AND generation = ?"
         ending, reason, error = self._sql(sql, (run.key, run.generation)).fetchone()
         state = STATE_AFTER.get(ending, RunState.FAILED)
-        if ending == Ending.STOPPED and run.request == Request.CANCEL:
+        if ending in (Ending.STOPPED, Ending.AWAITS) and run.request == Request.CANCEL:
             state = RunState.CANCELLED
         return self._move(run, state, who=who, why=error or "", reason=reason)
 
@@ -3531,6 +3560,34 @@ class Ledger:
                     todo=f"See: batchrun status {run.job}",
                 )
             self._event(run.key, run.job, who, f"requested: {request}", "")
+
+    def ask(self, run: Run, generation: int, name: str, summary: str) -> Approval:
+        """Store a job's question, unless it was asked before, and return it as it stands.
+
+        Raises:
+            LostOwnership: another generation took over.
+        """
+        with self._owning(run, generation):
+            sql = "INSERT INTO approval (run, name, summary, asked_at) VALUES (?, ?, ?, ?)"
+            values = (run.key, name, summary, self._host.now())
+            if self._sql(f"{sql} ON CONFLICT DO NOTHING RETURNING 1", values).fetchone():
+                self._event(run.key, run.job, "worker", f"asked: {name}", summary)
+        return next(question for question in self.approvals(run) if question.name == name)
+
+    def approve(self, run: Run, name: str, by: str, why: str, who: str) -> None:
+        """Record a person's answer; `who` types it, perhaps for somebody else.
+
+        Raises:
+            NotFound: the run has never asked this.
+            IllegalTransition: it is answered already, or the run is finished.
+        """
+        with self._writing():
+            asked = {question.name: question for question in self.approvals(run)}
+            require_unanswered(self.run(run.key), name, asked)
+            answer = {"who": by, "why": why, "answered_at": self._host.now()}
+            self._set("approval", {"run": run.key, "name": name, "answered_at": None}, **answer)
+            told = f"by {by}: {why}" if by != who else why
+            self._event(run.key, run.job, who, f"approved: {name}", told)
 
     def cancel(self, run: Run, who: str, why: str) -> None:
         """Cancel a run that nobody owns; the caller holds the job's lock."""
@@ -3730,6 +3787,28 @@ def lost_ownership(run: Run, generation: int) -> LostOwnership:
         unchanged="Neither ledger nor checkpoint was changed; the new owner goes on from them.",
         todo=f"See `batchrun status {run.job}`.",
     )
+
+
+def require_unanswered(run: Run, name: str, asked: Mapping[str, Approval]) -> None:
+    """Refuse to answer what a run has not asked, or what is decided.
+
+    Raises:
+        NotFound: it has never asked this.
+        IllegalTransition: the run is finished, or the question is answered.
+    """
+    unchanged = "Nothing was changed."
+    if name not in asked:
+        names = ", ".join(map(repr, asked)) or "nothing"
+        what = f"Run {run.id} of {run.job} has not asked for the approval {name!r}."
+        raise NotFound(what, why=f"It has asked for: {names}.", unchanged=unchanged)
+    question = asked[name]
+    if question.answered_at is not None:
+        what = f"{name!r} of run {run.id} was approved already, by {question.who}."
+        why = f"At {question.answered_at}: {question.why}"
+        raise IllegalTransition(what, why=why, unchanged=unchanged)
+    if run.finished:
+        what = f"Run {run.id} of {run.job} is {run.state}; nothing can go on there."
+        raise IllegalTransition(what, unchanged=unchanged)
 
 
 def is_gone(path: Path) -> bool:
@@ -5153,6 +5232,10 @@ def usage_text(usage: Usage) -> str:
 # is not there, or not any more. A job begins at its first line again in every attempt, and so
 # registers again what it makes again.
 #
+# An approval is a commit like a step, whose result is a person's answer. While that is not there
+# the attempt ends: the question is in the ledger, once, and no process waits. The answer belongs to
+# the name of the question, whatever a later version of the job says in its summary.
+#
 # What the job's calls of batchrun raise is final: whoever swallows it gets it again with the next
 # call, and no commit is made any more. Only connect(), enter() and on_exit() raise like any other
 # code: they touch neither loop nor commit.
@@ -5361,7 +5444,7 @@ Call {call} before the yield, and inside transaction() if there is one.""",
     "count": """count({name}={more}) is no number of records.
 The report adds these up; only whole numbers from 0 on can be added.
 Write for example: batch.count({name}=len(changed))""",
-    "no name": """A {kind} cannot be named {name}.
+    "no name": """No {kind} can be named {name}.
 Its name stands in the checkpoint and in reports, and is compared on resume.
 Use 1 to 200 printable characters.""",
     "no size": """Loop {loop!r} cannot have batches of {size} records.
@@ -5388,6 +5471,9 @@ Use a plain function at the top level of a module: def drop(*, table): ...""",
     "no arguments": """The cleanup {name} cannot have these arguments: {reason}.
 They are kept in the ledger as JSON, and given back to the function by name.
 Use None, text, numbers, lists and dicts with text keys; secrets the function finds itself.""",
+    "inside a step": """The {kind} {name!r} began inside the step {step!r}.
+Commits are one chain: a step is recorded before the next thing begins.
+Move it behind the step.""",
     "no loop": """The job returned without a loop.
 A job reads its source by ctx.batches(...); without one nothing is recorded.
 Write: for batch in ctx.batches(source): ...; yield batch""",
@@ -5578,7 +5664,7 @@ def call_cleanup(cleanup: Cleanup) -> None:
 
 
 class Link:
-    """One commit in the making: of a `batch`, the end of a `loop`, or a `step`, by its name."""
+    """One commit in the making: a `batch`, the end of a `loop`, a `step` or an `approval`."""
 
     cursor: Any = None  # of the loop after this commit
     ended = False  # whether the source said that nothing follows
@@ -6103,6 +6189,9 @@ class Driver(Protocol):
     def taken_up(self, loop: str, after: Any, limit: int) -> list[RejectRow]:
         """Return the rejects that this run, a retry, has to read in the place of a source."""
 
+    def ask(self, name: str, summary: str) -> Approval:
+        """Return the answer to a question; raise to end the attempt while there is none."""
+
     def pass_gate(self) -> None:
         """Raise if the attempt is to stop here."""
 
@@ -6151,6 +6240,7 @@ class Context(Generic[S]):
         self._met: list[tuple[str, str]] = []
         self._current: Batch | None = None
         self._broken: BaseException | None = None
+        self._step = ""  # the one that is being done
         self._finished = self._handed_out = False
         self._read_s = 0.0  # spent reading since the last commit
 
@@ -6236,6 +6326,7 @@ class Context(Generic[S]):
                 return self._course.passed[len(self._met) - 1][2]
             self._driver.pass_gate()
         link = Link("step", name, began=self._host.monotonic())
+        self._step = name
         try:
             with mark.transaction(self, link) if mark else contextlib.nullcontext() as cursor:
                 link.result = call(cursor) if mark else call()
@@ -6245,7 +6336,28 @@ class Context(Generic[S]):
             raise
         with self._own_code():
             self._driver.commit(link)
+            self._step = ""
         return link.result
+
+    def approval(self, name: str, summary: str) -> Approval:
+        """Return a person's answer; until `batchrun approve RUN NAME` gives it, end the attempt.
+
+        What ends the attempt passes by `except Exception`. The answer is recorded as a commit: a
+        run asks once, and every later attempt gets the same answer.
+
+        Args:
+            name: of the question, and not that of a loop or step. What a new version of the job
+                must not go on with on the old answer belongs into the name.
+            summary: what is to be approved, for the person who reads `status`.
+        """
+        with self._own_code():
+            self._meet("approval", name, None)
+            if self._is_passed:
+                return Approval(**self._course.passed[len(self._met) - 1][2])
+            self._driver.pass_gate()
+            answer = self._driver.ask(name, summary)
+            self._driver.commit(Link("approval", name, result=answer._asdict()))
+        return answer
 
     def finish(self, reason: str) -> None:
         """Declare the job done although a loop has more; returning is then no mistake."""
@@ -6316,14 +6428,8 @@ class Context(Generic[S]):
     # -- where the loops stand -----------------------------------------------------------------
 
     def _meet(self, kind: str, name: str, target: Any) -> Mark | None:
-        """Take the next loop or step in the checkpoint's order, and return its mark, judged."""
-        self._require_yielded()
-        if not (name and name.isprintable() and len(name) <= LOOP_NAME_MAX):
-            raise broken("no name", kind=kind, name=repr(name)[:LOOP_NAME_MAX])
-        if any(met_name == name for _, met_name in self._met):
-            raise broken("one name", name=name)
-        if self._loops and not self._loops[-1].exhausted:
-            raise broken("two at once", kind=kind, name=name, loop=self._loops[-1].name)
+        """Take the next of the checkpoint's loops, steps and approvals; return its mark, judged."""
+        self._require_free(kind, name)
         self._met.append((kind, name))
         if any(met != known for met, known in zip(self._met, self._course.order, strict=False)):
             raise self._other_order()
@@ -6339,6 +6445,18 @@ class Context(Generic[S]):
             self._driver.say(f"commit {number} is in the target already: rolled forward")
             self._driver.commit(ahead)
         return mark
+
+    def _require_free(self, kind: str, name: str) -> None:
+        """Refuse a loop, step or approval that has no name of its own or begins inside another."""
+        self._require_yielded()
+        if not (name and name.isprintable() and len(name) <= LOOP_NAME_MAX):
+            raise broken("no name", kind=kind, name=repr(name)[:LOOP_NAME_MAX])
+        if self._step:
+            raise broken("inside a step", kind=kind, name=name, step=self._step)
+        if any(met_name == name for _, met_name in self._met):
+            raise broken("one name", name=name)
+        if self._loops and not self._loops[-1].exhausted:
+            raise broken("two at once", kind=kind, name=name, loop=self._loops[-1].name)
 
     @property
     def _is_passed(self) -> bool:
@@ -7443,6 +7561,9 @@ class Reader:
 # then does what it says, in its own transaction. Nothing here ever begins at record 1 silently.
 # What a start refuses, `repair` mends: it copies everything aside, then lets the ledger stand where
 # the checkpoints do.
+#
+# Whether a start goes on with an unfinished run at all is said by one table, ANSWERS, which the
+# admission and `status` share.
 
 START, GO_ON, FORWARD, REWRITE, REFUSE = "start", "go on", "forward", "rewrite", "refuse"
 LOG_LIMIT_BYTES = 64_000_000
@@ -7811,10 +7932,82 @@ def adopt_newest(state: StateDirectory, checkpoints: list[Checkpoint], host: Hos
                 state.store(checkpoint.job).remove(checkpoint.run)
 
 
+# -- who goes on with an unfinished run ------------------------------------------------------------
+
+SKIP, BUSY = "skip", "busy"
+STARTS = ("run", "fresh", "resume", "tick")  # `run`, `run --fresh`, `resume RUN`, `resume --all`
+
+ANSWERS = {  # how an unfinished run stands -> what each of STARTS does; REFUSE is 13, BUSY 11
+    "has a live owner": (BUSY, BUSY, BUSY, SKIP),  # the lock says so, before anybody looks here
+    "stopped at a batch that fails again and again": (REFUSE, REFUSE, GO_ON, SKIP),
+    "waits for an answer": (REFUSE, REFUSE, REFUSE, SKIP),
+    "was paused by a person": (REFUSE, GO_ON, GO_ON, SKIP),
+    "has its answer": (GO_ON, REFUSE, GO_ON, GO_ON),
+    "failed": (GO_ON, GO_ON, GO_ON, SKIP),
+    "is due": (GO_ON, GO_ON, GO_ON, GO_ON),
+}
+
+
 def is_paused_by_person(run: Run) -> bool:
     """Tell whether a person paused a run, or asked for it and its owner went away before."""
     decided = run.state == RunState.PAUSED and run.reason == Reason.PERSON
     return decided or run.request == Request.PAUSE
+
+
+def situation(ledger: Ledger, run: Run) -> str:
+    """Return how an unfinished run stands: a key of ANSWERS, the first that applies."""
+    awaits = run.state == RunState.AWAITING
+    answered = run.reason == Reason.APPROVAL and ledger.open_question(run) is None
+    if run.state in OWNED:
+        return "has a live owner"
+    if awaits and run.reason == Reason.POISON:
+        return "stopped at a batch that fails again and again"
+    if awaits and not answered:
+        return "waits for an answer"
+    if is_paused_by_person(run):
+        return "was paused by a person"
+    if run.state == RunState.FAILED:
+        return "failed"
+    return "has its answer" if awaits else "is due"
+
+
+def answer_to(start: str, ledger: Ledger, run: Run) -> str:
+    """Return what a start does with an unfinished run: GO_ON, REFUSE, BUSY or SKIP."""
+    return ANSWERS[situation(ledger, run)][STARTS.index(start)]
+
+
+def require_may_go_on(start: str, ledger: Ledger, run: Run) -> None:
+    """Refuse a start where the table does.
+
+    Raises:
+        PersonNeeded: how the run stands, and what to type.
+    """
+    if answer_to(start, ledger, run) != REFUSE:
+        return
+    why, todo = what_next(ledger, run)
+    give_up = f"\nTo give it up: batchrun cancel {run.id}" * (run.state == RunState.AWAITING)
+    raise PersonNeeded(
+        f"Run {run.id} of {run.job} {situation(ledger, run)}.",
+        why=why or f"Since {run.changed_at}.",
+        unchanged="Nothing was started.",
+        todo=f"To go on: {todo}{give_up}",
+    )
+
+
+def what_next(ledger: Ledger, run: Run) -> tuple[str, str]:
+    """Return why an unfinished run stands as it does, and the line to type."""
+    todo = f"batchrun resume {run.id}"
+    if run.state != RunState.AWAITING:
+        return run.error or "", todo
+    asked, last = ledger.open_question(run), ledger.last_attempt(run)
+    if asked is not None:
+        return asked.words, approve_line(run, asked.name)
+    return (last and last.error) or "", todo
+
+
+def approve_line(run: Run, name: str) -> str:
+    """Return what to type to approve what a run asks."""
+    return f'{_typed("batchrun", "approve", run.id, name)} --why "..."'
 
 
 class Standing(NamedTuple):
@@ -7830,13 +8023,16 @@ class Standing(NamedTuple):
 
 def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
     """Return how a run stands, after looking at its processes."""
-    resume = f"batchrun resume {run.id}"
     if run.finished:
         return Standing(run.state, "", f"batchrun report {run.id}")
     if run.state in OWNED:
-        return owned_standing(run, ledger.last_attempt(run), resume, host)
-    needs_someone = is_paused_by_person(run) or run.state in (RunState.FAILED, RunState.AWAITING)
-    return Standing(run.state, run.error or "", resume, not needs_someone, needs_someone)
+        owned = owned_standing(run, ledger.last_attempt(run), host)
+        if owned is not None:
+            return owned
+        why = "Its processes are gone without a word: killed, or the machine was switched off."
+        run = run._replace(state=RunState.INTERRUPTED, reason="", error=why)
+    answer = answer_to("tick", ledger, run)
+    return Standing(run.state, *what_next(ledger, run), answer == GO_ON, answer == SKIP)
 
 
 def never_run(job: str) -> Standing:
@@ -7844,14 +8040,12 @@ def never_run(job: str) -> Standing:
     return Standing(RunState.WAITING, "", f"batchrun run {job}")
 
 
-def owned_standing(run: Run, attempt: Attempt | None, resume: str, host: Host) -> Standing:
-    """Return how a run stands that some process owns, or owned until it died."""
+def owned_standing(run: Run, attempt: Attempt | None, host: Host) -> Standing | None:
+    """Return how a run stands that some process owns; None if it owned it until it died."""
     owners = [attempt.supervisor, attempt.worker] if attempt else []
     alive = [process for process in owners if process and host.is_alive(process)]
     if not alive:
-        why = "Its processes are gone without a word: killed, or the machine was switched off."
-        waits = is_paused_by_person(run)
-        return Standing(RunState.INTERRUPTED, why, resume, is_due=not waits, needs_someone=waits)
+        return None
     for process in alive:
         if host.is_stopped(process):
             why = f"Process {process.pid} is stopped (SIGSTOP, or a debugger)."
@@ -7859,7 +8053,7 @@ def owned_standing(run: Run, attempt: Attempt | None, resume: str, host: Host) -
     if alive[0] == owners[0]:
         return Standing(run.state, "", f"batchrun pause {run.id}")
     why = f"Its supervisor is gone; worker {alive[0].pid} commits its last batch and leaves."
-    return Standing(run.state, why, resume, is_due=True)
+    return Standing(run.state, why, f"batchrun resume {run.id}", is_due=True)
 
 
 def only_unfinished(ledger: Ledger) -> Run:
@@ -7970,6 +8164,7 @@ class Worker:
 
     Attributes:
         recorded: whether the ledger knows how the attempt ended.
+        asked: what ends the attempt until a person has answered it.
     """
 
     _course: Course  # from `_prepare` on
@@ -7989,6 +8184,7 @@ class Worker:
         self._silenced: BatchrunError | None = None  # why nothing may be written any more
         self.gate = Gate(order.supervisor, order.batches)
         self.recorded = False
+        self.asked: Approval | None = None
 
     # -- one attempt -----------------------------------------------------------------------
 
@@ -8112,6 +8308,8 @@ class Worker:
         """Return the attempt's end for what was raised; a job told to end may raise anything."""
         if isinstance(error, BatchrunError) and error.exit_code in UNRECORDED:
             return letter_end(error)
+        if self.asked is not None:
+            return question_end(self._run, self.asked)
         if self.gate.shut or isinstance(error, SafeStop | Interrupted):
             reason = self.gate.reason_to_stop() or Reason.STOP
             return AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, reason)
@@ -8310,7 +8508,7 @@ class Worker:
     def _next_checkpoint(self, course: Course, link: Link) -> Checkpoint:
         """Return the body of the next checkpoint; the course itself is not advanced yet."""
         number = course.number + 1
-        result = [link.result] if link.kind == "step" else []
+        result = [link.result] if link.kind in ("step", "approval") else []
         passed = [] if link.kind == "batch" else [[link.kind, link.loop, *result]]
         before, more = course.counts, link.counts
         counts = {name: before.get(name, 0) + more.get(name, 0) for name in before | more}
@@ -8363,6 +8561,16 @@ class Worker:
     def taken_up(self, loop: str, after: Any, limit: int) -> list[RejectRow]:
         """Return the rejects that this run, a retry, has to read in the place of a source."""
         return self._ledger.rejects_taken_up(self._run, loop, after, limit)
+
+    def ask(self, name: str, summary: str) -> Approval:
+        """Return the answer to a question; raise `SafeStop` while there is none."""
+        words = mask_secrets(summary)
+        question = self._ledger.ask(self._run, self._order.generation, name, words)
+        reach("approval.asked")
+        if question.answered_at is None:
+            self.asked, self.gate.shut = question, True
+            raise SafeStop
+        return question
 
     def pass_gate(self) -> None:
         """Raise `SafeStop` if the attempt is to end at this safe point."""
@@ -8456,6 +8664,12 @@ def letter_end(error: BatchrunError) -> AttemptEnd:
     said = "\n".join(part for part in (error.what, error.why) if part)
     error_text, unchanged, todo = map(mask_secrets, (said, error.unchanged, error.todo))
     return AttemptEnd(ending, error.exit_code, Reason.NONE, error_text, unchanged, todo)
+
+
+def question_end(run: Run, asked: Approval) -> AttemptEnd:
+    """Return the end of an attempt that waits for a person's answer."""
+    how = (Ending.AWAITS, ExitCode.PERSON_NEEDED, Reason.APPROVAL, asked.words)
+    return AttemptEnd(*how, todo=approve_line(run, asked.name))
 
 
 def letter_text(end: AttemptEnd | Attempt) -> str:
@@ -8575,6 +8789,13 @@ class Launch(NamedTuple):
     in_process: bool = False  # run the worker's code in this interpreter
     cancels: str = ""  # id of a run to be cancelled after its cleanups, and nothing else
     retry: Retry | None = None  # begin a run that takes up these rejects
+
+    @property
+    def start(self) -> str:
+        """Which of STARTS this is."""
+        if not self.only_resume:
+            return "fresh" if self.fresh else "run"
+        return "resume" if self.by_person else "tick"
 
 
 class Outcome(NamedTuple):
@@ -8742,7 +8963,8 @@ class Supervisor:
             who=self._who,
             run_id=os.urandom(5).hex(),
             require_admission=self._state.maintenance.require_open,
-            require_may_go_on=self._require_may_go_on,
+            require_may_go_on=functools.partial(require_may_go_on, launch.start, self._ledger),
+            leaves=lambda run: answer_to(launch.start, self._ledger, run) == SKIP,
             write_checkpoint=self._store.replace,
             overrides=launch.overrides,
             accept_settings="settings" in launch.acceptances,
@@ -8770,16 +8992,6 @@ class Supervisor:
                 f"{__file__} was replaced while this batchrun was running.",
                 unchanged="No other attempt was started.",
                 todo=f"The next `batchrun run {self._launch.job}` goes on with the new one.",
-            )
-
-    def _require_may_go_on(self, run: Run) -> None:
-        """Refuse a run that a person paused, unless a person starts it."""
-        if is_paused_by_person(run) and not self._launch.by_person:
-            raise PersonNeeded(
-                f"Run {run.id} of {run.job} was paused by a person.",
-                why=f"Since {run.changed_at}.",
-                unchanged="Nothing was started.",
-                todo=f"To go on: batchrun resume {run.id}",
             )
 
     # -- one attempt ---------------------------------------------------------------------------
@@ -9852,6 +10064,28 @@ def stop_command(app: App, name: str, request: Request, done: str) -> ExitCode:
     how = f"is {done}" if is_done else f"will be {done} at its next safe point"
     document = {"run": run.id, "request": request, "done": is_done}
     app.console.result(f"run {run.id} of {run.job} {how}", document)
+    return ExitCode.DONE
+
+
+@command(
+    "Answer and mend",
+    word("run"),
+    word("name"),
+    word("--why", required=True, metavar="TEXT", help="The reason, kept with the answer."),
+    word("--by", metavar="WHO", help="Who decided, if it is not you."),
+    exits=[ExitCode.FAILED, ExitCode.NOT_FOUND],
+)
+def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) -> ExitCode:
+    """Approve what a run asks for; the tick or `resume` goes on."""
+    if not why.strip():
+        raise ConfigurationError("--why is empty.", todo='Write: --why "REASON"')
+    who, reason = mask_secrets(by or app.who), mask_secrets(why)
+    with app.ledger(write=True) as ledger:
+        found = app.find_run(ledger, run)
+        ledger.approve(found, name, who, reason, app.who)
+    text = f"run {found.id} of {found.job}: {name!r} is approved by {who}"
+    todo = f"\nthe tick goes on with it; at once: batchrun resume {found.id}"
+    app.console.result(text + todo, {"run": found.id, "approval": name, "who": who, "why": reason})
     return ExitCode.DONE
 
 
