@@ -5290,6 +5290,39 @@ class Job:
         module = sys.modules.get(self.function.__module__)
         return (self.function.__doc__ or (module and module.__doc__) or "").strip().split("\n")[0]
 
+    def cursor_from(self, checkpoint: Checkpoint) -> Any:
+        """Return a checkpoint's cursor as one of this version, converted if it is an older one's.
+
+        Raises:
+            PersonNeeded: there is no converter, or it gives no cursor; says which versions do.
+        """
+        cursor, version = decode_cursor(checkpoint.cursor), checkpoint.job_version
+        known = sorted({self.version, *self.resumes})
+        written = f"The checkpoint of run {checkpoint.run} was written by version {version}"
+        stands = "Nothing was done; the checkpoint stands."
+        if version not in known:
+            raise PersonNeeded(
+                f"{written} of the job {checkpoint.job}.",
+                why=f"The job's file understands: {', '.join(map(str, known))}.",
+                unchanged=stands,
+                todo="Add a converter to @job(resumes={...}), install that version again, or type:"
+                f" batchrun run {checkpoint.job} --fresh",
+            )
+        if version == self.version or checkpoint.kind != "batch":  # no loop was under way
+            return cursor
+        try:
+            converted = self.resumes[version](cursor)
+            require_round_trip(converted)
+        except (Exception, SystemExit) as error:
+            raise PersonNeeded(
+                f"{written}, and the converter to version {self.version} fails.",
+                why=f"It was given {mask_secrets(repr(cursor))}. {error_text(error)}",
+                unchanged=stands,
+                todo=f"Mend it in @job(resumes={{{version}: ...}}), or install version {version}"
+                " again.",
+            ) from error
+        return converted
+
     def settings_from(
         self, job_config: JobConfig, overrides: Mapping[str, str], folder: Path
     ) -> Any:
@@ -5395,7 +5428,7 @@ def _imported(name: str, path: Path) -> Any:
         exec(compile(path.read_bytes(), path, "exec"), vars(module))  # noqa: S102 - jobs are code
     except BatchrunError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line, where = getattr(error, "lineno", None), error.__traceback__
         while where is not None:
             line = where.tb_lineno if where.tb_frame.f_code.co_filename == str(path) else line
@@ -7865,6 +7898,91 @@ def set_aside(paths: list[Path], folder: Path) -> list[Path]:
     return [folder / path.name for path in there]
 
 
+def require_same_settings(run: Run, checkpoint: Checkpoint, settings: object, folder: Path) -> None:
+    """Refuse to go on with other settings than the commits so far were made with.
+
+    Raises:
+        PersonNeeded: names the settings that differ.
+    """
+    if checkpoint.settings == settings_digest(identity(settings, folder)):
+        return
+    changed = changed_settings(run.settings, settings, folder)
+    if changed:
+        raise PersonNeeded(
+            f"Settings of {run.job} changed since run {run.id} began: {', '.join(changed)}.",
+            why=f"Its {run.number} commits were made with the old ones.",
+            unchanged="Nothing was done; the checkpoint stands.",
+            todo=f"Put them back, or type one of:\n  batchrun run {run.job} --fresh\n"
+            f"  batchrun resume {run.id} --accept-settings",
+        )
+
+
+def rehearsal(
+    config: Config, state: StateDirectory, ledger: Ledger, versions: Mapping[str, int]
+) -> list[Finding]:
+    """Return which unfinished runs could not go on with the jobs that are installed now.
+
+    `versions`: job -> a version to ask about instead, whose file need not be installed. Imports
+    the jobs' files and tries their converters on the stored cursors; changes nothing but the
+    working directory, which is the config's afterwards.
+    """
+    os.chdir(config.folder)
+    findings = []
+    for run in ledger.all_unfinished():
+        try:
+            stands = standing_checkpoint(ledger, state.store(run.job), run)
+            require_loads(config, run, stands, versions.get(run.job))
+        except BatchrunError as error:
+            what = f"run {run.id} of {run.job} could not go on: {error.what}"
+            findings.append(Finding(what, error.why, error.todo))
+    return findings
+
+
+def standing_checkpoint(ledger: Ledger, store: CheckpointStore, run: Run) -> Checkpoint | None:
+    """Return the checkpoint that a start would go on at, also while the run is going on.
+
+    Raises:
+        PersonNeeded: ledger and checkpoint contradict each other.
+    """
+    found = look(ledger, store, run)
+    while (now := ledger.run(run.key)).number != run.number:  # it went on between the two looks
+        run = now
+        found = look(ledger, store, run)
+    action, why = verdict(found)
+    if action == REFUSE:
+        raise cannot_agree(found, why, store.path(run.id))
+    return parse_checkpoint(found.copy or b"")[0] if action == REWRITE else found.checkpoint
+
+
+def require_loads(
+    config: Config, run: Run, checkpoint: Checkpoint | None, version: int | None
+) -> None:
+    """Refuse a run that the installed job, or its version that is asked about, does not understand.
+
+    Raises:
+        BatchrunError: what is in the way, and the ways out.
+    """
+    job_config = config.job(run.job)
+    if version is not None and (checkpoint is None or checkpoint.job_version == version):
+        return
+    job = load_job(job_config)
+    if version not in (None, job.version):
+        written = (
+            f"its checkpoint was written by version {cast('Checkpoint', checkpoint).job_version}"
+        )
+        raise PersonNeeded(
+            f"{written}, and version {version} is not installed.",
+            why=f"Only the resumes= of version {version}'s own file can say that it understands;"
+            f" installed is version {job.version}.",
+            todo=f"Ask again with that file installed, or keep version {job.version}.",
+        )
+    settings = job.settings_from(job_config, run.overrides, config.folder)
+    if checkpoint is not None:
+        job.cursor_from(checkpoint)
+        if version is None:
+            require_same_settings(run, checkpoint, settings, config.folder)
+
+
 class Repair(NamedTuple):
     """What makes the ledger agree with the checkpoints again."""
 
@@ -8215,8 +8333,9 @@ class Worker:
         with disk_letters(self._store.folder, host):
             checkpoint = self._read_checkpoint()
             self._store.open()
-        if checkpoint is not None:
-            self._require_same_basis(job, checkpoint, settings)
+        cursor = job.cursor_from(checkpoint) if checkpoint is not None else None
+        if checkpoint is not None and "settings" not in order.acceptances:
+            require_same_settings(self._run, checkpoint, settings, self._config.folder)
         first = first_hash(self._ledger.uuid, self._run.id, self._settings_digest)
         me = cast("ProcessIdentity", host.identify())
         basis = Basis(identities, job.version, first)
@@ -8225,8 +8344,8 @@ class Worker:
         self._release_what_was_left()
         self._event = self._ledger.newest_event()
         self._course = course = Course(self._run, order.generation, checkpoint)
-        if checkpoint is not None and course.loop and checkpoint.job_version != job.version:
-            course.cursor = job.resumes[checkpoint.job_version](course.cursor)
+        if course.loop:
+            course.cursor = cursor
         success = self._ledger.last_success(order.job)
         self._context = Context(
             settings,
@@ -8257,32 +8376,6 @@ class Worker:
         if digest != self._run.hash:
             raise lost_ownership(self._run, self._order.generation)
         return checkpoint
-
-    def _require_same_basis(self, job: Job, checkpoint: Checkpoint, settings: object) -> None:
-        """Refuse to go on with other settings, or with a checkpoint of a version unknown to us."""
-        name, run = self._order.job, self._run
-        known = sorted({job.version, *job.resumes})
-        stands = "Nothing was done; the checkpoint stands."
-        if checkpoint.job_version not in known:
-            raise PersonNeeded(
-                f"The checkpoint of run {run.id} was written by version"
-                f" {checkpoint.job_version} of the job {name}.",
-                why=f"The job's file understands: {', '.join(map(str, known))}.",
-                unchanged=stands,
-                todo="Add a converter to @job(resumes={...}), install that version again, or type:"
-                f" batchrun run {name} --fresh",
-            )
-        if checkpoint.settings == self._settings_digest:
-            return
-        changed = changed_settings(run.settings, settings, self._config.folder)
-        if changed and "settings" not in self._order.acceptances:
-            raise PersonNeeded(
-                f"Settings of {name} changed since run {run.id} began: {', '.join(changed)}.",
-                why=f"Its {run.number} commits were made with the old ones.",
-                unchanged=stands,
-                todo=f"Put them back, or type one of:\n  batchrun run {name} --fresh\n"
-                f"  batchrun resume {run.id} --accept-settings",
-            )
 
     def _run_generator(self, context: Context[Any]) -> AttemptEnd:
         """Commit whatever the job yields, until it returns or the gate says stop."""
@@ -10025,6 +10118,37 @@ def report_command(app: App, *, run: str) -> ExitCode:
 
 
 # -- deploy, answer and mend ---------------------------------------------------------------------
+
+
+@command(
+    "Deploy",
+    word("--as-version", multiple=True, metavar="[JOB=]N", help="Ask about version N instead."),
+    exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
+)
+def rehearse_command(app: App, *, as_version: tuple[str, ...]) -> ExitCode:
+    """Ask if every unfinished run could go on with the jobs as installed."""
+    check_trusted(app.config.path, what="the configuration")
+    versions = parse_versions(app.config, as_version)
+    with app.ledger(write=False) as ledger:
+        count = len(ledger.all_unfinished())
+        findings = rehearsal(app.config, app.state, ledger, versions)
+    said = [line for found in findings for line in (found.what, found.why, found.todo) if line]
+    text = "\n".join(said) or f"all of {count} unfinished runs could go on"
+    document = {"runs": count, "findings": [finding._asdict() for finding in findings]}
+    app.console.result(text, document)
+    return ExitCode.FINDINGS if findings else ExitCode.DONE
+
+
+def parse_versions(config: Config, words: tuple[str, ...]) -> dict[str, int]:
+    """Return `--as-version JOB=N` or `N`, which means all jobs, as job -> version."""
+    versions: dict[str, int] = {}
+    for each in words:
+        job, _, number = each.rpartition("=")
+        if not number.isdecimal():
+            raise ConfigurationError(f"--as-version {each!r} has no number.", todo="Write: JOB=3")
+        jobs = [config.job(job).name] if job else config.jobs
+        versions |= dict.fromkeys(jobs, int(number))
+    return versions
 
 
 @command("Deploy", word("run"), exits=[ExitCode.NOT_FOUND])
