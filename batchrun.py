@@ -60,7 +60,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
-from datetime import date, datetime, timedelta, timezone, tzinfo
+from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
 from itertools import islice, pairwise
 from operator import attrgetter, itemgetter
@@ -1333,6 +1333,31 @@ def _reject_limit(value: object) -> RejectLimit:
     return RejectLimit(parts.get(int), parts.get(str))
 
 
+def _zone(value: object) -> str:
+    """Read the name of a time zone that this machine knows."""
+    try:
+        zone_of(str(value))
+    except (ValueError, KeyError, OSError):
+        wanted = 'a time zone of this machine, such as "Europe/Berlin",'
+        raise ValueError(f"{wanted} is wanted") from None
+    return str(value)
+
+
+def zone_of(name: str) -> tzinfo:
+    """Return the time zone of that name; UTC is known on every machine."""
+    if name == "UTC":
+        return UTC
+    from zoneinfo import ZoneInfo  # few configurations name one
+
+    return ZoneInfo(name)
+
+
+def period_of(at: str, once_per: str, zone: str) -> str:
+    """Return the day, week or month of a moment in a zone: `2026-10-25`, `2026-W43`, `2026-10`."""
+    form = {"day": "%Y-%m-%d", "week": "%G-W%V", "month": "%Y-%m"}[once_per]
+    return datetime.fromisoformat(at).astimezone(zone_of(zone)).strftime(form)
+
+
 class ConfigKey(NamedTuple):
     """One key of the config file."""
 
@@ -1415,6 +1440,7 @@ def url_path(url: str) -> str:
 _PATH = _text(Path, r"[^~\0][^\0]*", 'a path without "~", relative to the config file or whole,')
 _FUNCTION = _text(str, r"[A-Za-z_]\w*(:[A-Za-z_]\w*)?", '"function" or "module:function"')
 _REFUSE_OR_FRESH = _text(str, "refuse|fresh", '"refuse" or "fresh"')
+_PERIOD = _text(str, "(day|week|month)?", '"day", "week", "month", or "" for no such limit,')
 _JOB_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"  # it becomes a folder's name, and is typed
 
 
@@ -1434,6 +1460,8 @@ OPTIONS = {
     "on_changed_source": ConfigKey("on_changed_source", "refuse", _REFUSE_OR_FRESH, "what to do"),
     "max_fresh": ConfigKey("max_fresh", 2, _whole(0, 1000), "fresh starts in a row, at most"),
     "max_rss": ConfigKey("max_rss_bytes", 0, parse_size, "of the worker; more is bad; 0: no limit"),
+    "once_per": ConfigKey("once_per", "", _PERIOD, "in which one success is enough"),
+    "zone": ConfigKey("zone", "UTC", _zone, "whose days those are"),
 }
 _FACTOR = _text(str, "|".join(FACTORS), " or ".join(json.dumps(name) for name in FACTORS))
 _NAME = _text(str, r"\S(.{0,62}\S)?", "a name of 1 to 64 characters")
@@ -1528,6 +1556,8 @@ class JobConfig(NamedTuple):
     on_changed_source: str
     max_fresh: int
     max_rss_bytes: int
+    once_per: str
+    zone: str
 
     @property
     def module(self) -> str:
@@ -9012,8 +9042,13 @@ class Supervisor:
         """Make one attempt, and begin anew if its source changed and the job wants that."""
         if (cancelled := self._to_cancel()) is not None:
             return self._clean_and_cancel(cancelled)
-        if self._launch.only_resume and self._ledger.unfinished(self._launch.job) is None:
+        unfinished = self._ledger.unfinished(self._launch.job)
+        if self._launch.only_resume and unfinished is None:
             return Outcome(ExitCode.DONE, self._ledger.latest(self._launch.job))
+        if unfinished is None and (said := self._succeeded_in_this_period()):
+            self._ledger.note(self._who, "skipped: once per period", said, job=self._launch.job)
+            self._watcher.say(said)
+            return Outcome(ExitCode.DONE)
         outcome = self._attempt(self._admit())
         while (run := outcome.run) is not None and self._found_another_source(run):
             if run.fresh_in_a_row >= self._job_config.max_fresh:
@@ -9034,6 +9069,23 @@ class Supervisor:
         run, wanted = outcome.run, not (self._launch.only_resume or self._launch.retry)
         ended = run is not None and run.retry_of and run.state == RunState.SUCCEEDED
         return bool(wanted and ended and not self._stops.count)
+
+    def _succeeded_in_this_period(self) -> str:
+        """Return that no run is to begin before the next period, or nothing.
+
+        A run counts for the period in which it succeeded, by the days of the job's zone.
+        """
+        job, success = self._job_config, self._ledger.last_success(self._launch.job)
+        if not job.once_per or self._launch.fresh or success is None:
+            return ""
+        moments = (self._host.now(), cast("str", success.ended_at))
+        now, then = (period_of(at, job.once_per, job.zone) for at in moments)
+        if now != then:
+            return ""
+        return (
+            f"{job.name} has succeeded in this {job.once_per} already ({now}, {job.zone}: run"
+            f" {success.id}); to run it once more: batchrun run {job.name} --fresh"
+        )
 
     def _found_another_source(self, run: Run) -> bool:
         """Tell whether the attempt found a changed source that the job wants to begin anew with."""
@@ -9972,7 +10024,7 @@ class App:
 @command(
     "Every day",
     word("job"),
-    word("--fresh", is_flag=True, help="Cancel an unfinished run first, and begin at record 1."),
+    word("--fresh", is_flag=True, help="Begin at record 1; an unfinished run is cancelled first."),
     word("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting, for this run."),
     *RUNNING,
     exits=RUN_EXITS,
