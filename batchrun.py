@@ -711,6 +711,16 @@ class Host:
         fields = self._stat_fields(process.pid)
         return bool(fields) and fields[0] in ("T", "t")
 
+    def send(self, process: ProcessIdentity, number: signal.Signals) -> None:
+        """Send a signal to exactly this process, or to nobody: its number may be another's soon."""
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(process.pid)
+            try:
+                if self.is_alive(process):
+                    signal.pidfd_send_signal(descriptor, number)
+            finally:
+                os.close(descriptor)
+
     def _stat_fields(self, pid: int) -> list[str]:
         """Return /proc/PID/stat from field 3 (the state) on; empty if there is no such process."""
         try:
@@ -3620,9 +3630,14 @@ class Ledger:
             self._event(run.key, run.job, who, f"approved: {name}", told)
 
     def cancel(self, run: Run, who: str, why: str) -> None:
-        """Cancel a run that nobody owns; the caller holds the job's lock."""
+        """Cancel a run that nobody owns, unless it has succeeded; the caller holds the lock."""
         with self._writing():
-            self._cancel(self.run(run.key), who, why)
+            run = self.run(run.key)
+            if run.state in OWNED:
+                run = self._settle(run, DIED, who)
+                if run.finished:
+                    return
+            self._cancel(run, who, why)
 
     def _cancel(self, run: Run, who: str, why: str) -> Run:
         """Cancel under a new generation, so that no earlier owner can write any more."""
@@ -3630,16 +3645,26 @@ class Ledger:
         return self._move(run, RunState.CANCELLED, who=who, why=why)
 
     def pause(self, run: Run, who: str) -> None:
-        """Pause a run that nobody owns, as a person's decision; the caller holds the job's lock."""
+        """Pause a run that nobody owns, as a person's decision; the caller holds the job's lock.
+
+        A run that waits for its turn or for an answer goes on waiting, with the wish kept. To
+        paused the edges lead from a live owner only: nobody sees the state between, and one event
+        says what happened.
+        """
         with self._writing():
             run = self.run(run.key)
             if run.state in OWNED:
                 run = self._settle(run, DIED, who)
             if run.finished:
                 return
+            if run.state in (RunState.WAITING, RunState.AWAITING):
+                self._set("run", {"key": run.key}, request=Request.PAUSE)
+                self._event(run.key, run.job, who, f"requested: {Request.PAUSE}", "")
+                return
             self._supersede(run)
-            run = self._move(run, RunState.RESERVED, who=who, why="to pause it")
-            self._move(run, RunState.PAUSED, who=who, reason=Reason.PERSON)
+            self._change(run, RunState.RESERVED)
+            why = f"a person paused it; it was {run.state}"
+            self._move(self.run(run.key), RunState.PAUSED, who=who, why=why, reason=Reason.PERSON)
 
     def adopt(self, checkpoint: Checkpoint, content: bytes, digest: str, who: str) -> None:
         """Take a run over from its checkpoint alone, as a person decided; see `repair`.
@@ -3692,7 +3717,14 @@ class Ledger:
     # -- one state change, one event ------------------------------------------------------
 
     def _move(self, run: Run, to: RunState, *, who: str, why: str = "", reason: str = "") -> Run:
-        """Change a run's state as compare-and-set, append the event, and return the run."""
+        """Change a run's state, append the event, and return the run."""
+        self._change(run, to, why=why, reason=reason)
+        said = f"{to} ({reason})" if reason else str(to)
+        self._event(run.key, run.job, who, said, why or TRANSITIONS[run.state, to])
+        return self.run(run.key)
+
+    def _change(self, run: Run, to: RunState, *, why: str = "", reason: str = "") -> None:
+        """Change a run's state as compare-and-set."""
         if (run.state, to) not in TRANSITIONS:
             raise IllegalTransition(
                 f"Run {run.id} is {run.state}; there is no edge from there to {to}."
@@ -3702,9 +3734,6 @@ class Ledger:
         bound["error"] = why if to in (RunState.FAILED, RunState.INTERRUPTED) else None
         if self._sql(MOVE, bound).fetchone() is None:
             raise IllegalTransition(f"Run {run.id} was no longer {run.state}.")
-        said = f"{to} ({reason})" if reason else str(to)
-        self._event(run.key, run.job, who, said, why or TRANSITIONS[run.state, to])
-        return self.run(run.key)
 
     def _event(self, run: int | None, job: str | None, who: str, what: str, why: str) -> int:
         at = self._host.now()
@@ -9021,12 +9050,7 @@ class Supervisor:
         known = [attempt.supervisor, attempt.worker] if attempt else []
         alive = [process for process in known if process and self._host.is_alive(process)]
         holders = map(self._host.identify, [] if alive else self._lock.owners(self._host))
-        owners = []
-        for process in alive or filter(None, holders):
-            frozen = ", stopped" if self._host.is_stopped(process) else ""
-            age = duration_text(self._host.age_s(process))
-            owners.append(f"pid {process.pid} (for {age}{frozen})")
-        who = " and ".join(owners) or "a process that has just ended"
+        who = processes_text(alive or list(filter(None, holders)), self._host)
         times = self._ledger.refused_since_success(self._launch.job) + 1
         since = f", since {attempt.began_at}" if attempt else ""
         again = f" This is refusal {times} since its last success." if times > 2 else ""
@@ -9299,6 +9323,16 @@ def doing_text(run: Run, stops: int) -> str:
     return f"batch {run.batches + 1}, {run.read:,}{of_all} records{stopping}"
 
 
+def processes_text(processes: Iterable[ProcessIdentity], host: Host, *, aged: bool = True) -> str:
+    """Return processes for people, with their age, and which of them are frozen."""
+    found = []
+    for process in sorted(processes):
+        notes = [f"for {duration_text(host.age_s(process))}"] * aged
+        notes += ["stopped"] * host.is_stopped(process)
+        found.append(f"pid {process.pid}" + f" ({', '.join(notes)})" * bool(notes))
+    return " and ".join(found) or "a process that has just ended"
+
+
 class CodeChanged(BatchrunError):
     """batchrun itself was replaced under a running supervisor."""
 
@@ -9495,23 +9529,123 @@ def open_log(path: Path) -> int:
     )
 
 
-def stop_run(state: StateDirectory, ledger: Ledger, run: Run, request: Request, who: str) -> bool:
-    """Pause or cancel a run: at once if nobody owns it, else by asking; tell whether it is done.
+# -- stopping a run from outside -----------------------------------------------------------------
+#
+# Nobody takes a run from a live owner. It is asked, by a request in the ledger; `cancel --kill`
+# ends the owner itself: TERM (and CONT, for one that is frozen), after a while KILL, always to a
+# process known by pid, start ticks and boot id, never to a bare pid. Only when the job's lock is
+# free the run is cancelled, under a new generation.
 
-    A run with pending cleanups is not cancelled by this, but by `Launch.cancels`.
-    """
-    lock = JobLock(state.lock_path(run.job))
-    if not lock.acquire():
-        ledger.request(run, request, who)
+WAIT_LIMIT_S = 3600.0
+LOCK_LIMIT_S = 10.0  # for the lock to be free after the KILL
+
+
+class Stopper:
+    """Pauses or cancels one run that another process may own."""
+
+    def __init__(
+        self, state: StateDirectory, ledger: Ledger, run: Run, request: Request, who: str
+    ) -> None:
+        self._state, self._ledger, self._request, self._who = state, ledger, request, who
+        self._key, self._lock = run.key, JobLock(state.lock_path(run.job))
+        self._sent: set[tuple[ProcessIdentity, signal.Signals]] = set()
+
+    def stop(self) -> bool:
+        """Stop the run at once if nobody owns it, else ask for it; tell whether it is done."""
+        if self._stop_idle():
+            return True
+        self._ledger.request(self._run, self._request, self._who)
         return False
-    try:
-        if request == Request.CANCEL:
-            ledger.cancel(run, who, "a person decided so")
-        else:
-            ledger.pause(run, who)
-    finally:
-        lock.release()
-    return True
+
+    @property
+    def _run(self) -> Run:
+        return self._ledger.run(self._key)
+
+    def _stop_idle(self) -> bool:
+        """Stop the run if its lock is free."""
+        if not self._lock.acquire():
+            return False
+        try:
+            if self._request == Request.CANCEL:
+                self._ledger.cancel(self._run, self._who, "a person decided so")
+            else:
+                self._ledger.pause(self._run, self._who)
+        finally:
+            self._lock.release()
+        return True
+
+    def wait(
+        self, host: Host, say: Callable[[str], None], *, kill_after_s: float | None = None
+    ) -> None:
+        """Wait until the run has stopped and its lock is free; end its owners, if asked to.
+
+        Args:
+            host: the machine.
+            say: shows one line, when there is something new to wait for.
+            kill_after_s: the time between TERM and KILL; without it the owners are left alone.
+
+        Raises:
+            Busy: it did not stop within the limit; what was asked for stands.
+            OSError: the owners belong to another user.
+        """
+        limit_s = WAIT_LIMIT_S if kill_after_s is None else kill_after_s + LOCK_LIMIT_S
+        began, told, known = host.monotonic(), "", set[ProcessIdentity]()
+        while not self._has_stopped(host):
+            waited_s = host.monotonic() - began
+            known = {p for p in known.union(self._owners(host)) if host.is_alive(p)}
+            words = f"waiting for {processes_text(known, host, aged=False)}"
+            if words != told:
+                say(words)
+            told = words
+            if waited_s > limit_s:
+                raise self._too_late(words, limit_s)
+            if kill_after_s is not None and self._is_owned:
+                self._end(known, host, late=waited_s > kill_after_s)
+            host.sleep(WATCH_INTERVAL_S)
+
+    @property
+    def _is_owned(self) -> bool:
+        """Whether the ledger says that somebody has the run in hand; that may be dead."""
+        run = self._run
+        return run.state in OWNED or run.request is not None
+
+    def _has_stopped(self, host: Host) -> bool:
+        if self._run.finished:
+            return True
+        if self._is_owned:
+            return not self._owners(host) and self._stop_idle()
+        return not is_owned(self._state, self._run.job)
+
+    def _owners(self, host: Host) -> list[ProcessIdentity]:
+        """Return the living owners: those recorded, and what holds the lock below them."""
+        attempt = self._ledger.last_attempt(self._run)
+        recorded = [attempt.supervisor, attempt.worker] if attempt else []
+        alive = [process for process in recorded if process and host.is_alive(process)]
+        with contextlib.suppress(FileNotFoundError):  # the lock file was removed
+            below = {pid for process in alive for pid in host.descendants(process.pid)}
+            holding = below.intersection(self._lock.owners(host)) - {p.pid for p in alive}
+            alive += filter(None, map(host.identify, holding))
+        return alive
+
+    def _end(self, owners: Iterable[ProcessIdentity], host: Host, *, late: bool) -> None:
+        """Send what is due to each owner, once: TERM and CONT, then KILL; leave a row of it."""
+        for owner in owners:
+            for number in (signal.SIGKILL,) if late else (signal.SIGTERM, signal.SIGCONT):
+                if (owner, number) in self._sent:
+                    continue
+                self._sent.add((owner, number))
+                if number != signal.SIGCONT:
+                    words = f"{number.name} to {processes_text([owner], host)}"
+                    self._ledger.note(self._who, "ends the owner", words, run=self._run)
+                host.send(owner, number)
+
+    def _too_late(self, words: str, limit_s: float) -> Busy:
+        return Busy(
+            f"Run {self._run.id} has not stopped within {duration_text(limit_s)}.",
+            why=f"Still {words}.",
+            unchanged=f"The {self._request} is asked for, and stays so.",
+            todo=f"To end its processes: batchrun cancel --kill {self._run.id}",
+        )
 
 
 def is_owned(state: StateDirectory, job: str) -> bool:
@@ -10203,44 +10337,83 @@ def parse_versions(config: Config, words: tuple[str, ...]) -> dict[str, int]:
     return versions
 
 
-@command("Deploy", word("run"), exits=[ExitCode.NOT_FOUND])
-def pause_command(app: App, *, run: str) -> ExitCode:
+WAIT = word("--wait", is_flag=True, help="Return when it has stopped, an hour at most.")
+STOP_EXITS = (ExitCode.NOT_FOUND, ExitCode.BUSY, ExitCode.INTERRUPTED)
+
+
+@command("Deploy", word("run"), WAIT, exits=STOP_EXITS)
+def pause_command(app: App, *, run: str, wait: bool) -> ExitCode:
     """Pause a run at its next safe point, until `resume RUN`."""
-    return stop_command(app, run, Request.PAUSE, "paused")
+    app.console.result(*stopped(app, run, Request.PAUSE, wait=wait))
+    return ExitCode.DONE
 
 
-@command("Deploy", word("run"), exits=RUN_EXITS)
-def cancel_command(app: App, *, run: str) -> ExitCode:
+@command(
+    "Deploy",
+    word("run"),
+    WAIT,
+    word("--kill", is_flag=True, help="End its processes: TERM, after 10 s or stop_grace KILL."),
+    exits=RUN_EXITS,
+)
+def cancel_command(app: App, *, run: str, wait: bool, kill: bool) -> ExitCode:
     """Cancel a run at its next safe point, for good; call the cleanups that are left of it."""
-    with app.ledger(write=True) as ledger:
-        found = app.find_run(ledger, run)
-        left = any(c.run == found.id for c in ledger.pending_cleanups(found.job))
-        can = (found.finished or found.job in app.config.jobs) and left
-        needs_worker = can and not is_owned(app.state, found.job)
-    if not needs_worker:
-        return stop_command(app, run, Request.CANCEL, "cancelled")
-    launch = Launch(found.job, cancels=found.id)
+    told = None
+    if (found := with_cleanups_left(app, run)) is None:
+        told = stopped(app, run, Request.CANCEL, wait=wait, kill=kill)
+        found = with_cleanups_left(app, told[1]["run"]) if kill or wait else None
+    if told is not None and found is None:
+        app.console.result(*told)
+        return ExitCode.DONE
+    owner = cast("Run", found)
+    launch = Launch(owner.job, cancels=owner.id)
     outcome = Supervisor(app.config, launch, app.host, app.console).run()
     ended = cast("Run", outcome.run)
     if outcome.letter:
         app.console.letter(outcome.letter, outcome.exit_code)
-    document = {"run": ended.id, "request": Request.CANCEL, "done": True}
+    document = {"run": ended.id, "request": Request.CANCEL, "done": True, "state": ended.state}
     app.console.result(f"run {ended.id} of {ended.job} is {ended.state}", document)
     return outcome.exit_code
 
 
-def stop_command(app: App, name: str, request: Request, done: str) -> ExitCode:
-    """Pause or cancel a run, and say which of both happened: it is done, or it is asked for."""
+def with_cleanups_left(app: App, name: str) -> Run | None:
+    """Return the run of that name if nobody owns it and cleanups of it are still to be called."""
+    with app.ledger(write=True) as ledger:
+        found = app.find_run(ledger, name)
+        left = any(c.run == found.id for c in ledger.pending_cleanups(found.job))
+    can = (found.finished or found.job in app.config.jobs) and left
+    return found if can and not is_owned(app.state, found.job) else None
+
+
+def stopped(
+    app: App, name: str, request: Request, *, wait: bool, kill: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """Pause or cancel a run; return which of both happened: it is done, or it is asked for."""
+    app.console.tells = not app.console.quiet
     with app.ledger(write=True) as ledger:
         run = app.find_run(ledger, name)
         if run.finished:
-            app.console.result(*already(run))
-            return ExitCode.DONE
-        is_done = stop_run(app.state, ledger, run, request, app.who)
-    how = f"is {done}" if is_done else f"will be {done} at its next safe point"
-    document = {"run": run.id, "request": request, "done": is_done}
-    app.console.result(f"run {run.id} of {run.job} {how}", document)
-    return ExitCode.DONE
+            return already(run)
+        stopper = Stopper(app.state, ledger, run, request, app.who)
+        is_done = stopper.stop()
+        if (kill or wait) and not is_done:
+            known = [app.config.jobs[run.job].stop_grace_s] * (run.job in app.config.jobs)
+            grace_s = min([KILL_AFTER_INTERRUPT_S, *known]) if kill else None
+            stopper.wait(app.host, app.console.say, kill_after_s=grace_s)
+            is_done = True
+        run = ledger.run(run.key)
+        text = stop_text(run, request, standing(ledger, run, app.host), is_done=is_done)
+    document = {"run": run.id, "request": request, "done": is_done, "state": run.state}
+    return f"run {run.id} of {run.job} {text}", document
+
+
+def stop_text(run: Run, request: Request, stands: Standing, *, is_done: bool) -> str:
+    """Return what became of a wish to stop a run."""
+    if is_done:
+        has = "has" if run.state in (RunState.SUCCEEDED, RunState.FAILED) else "is"
+        return f"{has} {run.state}" + f" ({run.request} is asked for)" * bool(run.request)
+    done = {Request.PAUSE: "paused", Request.CANCEL: "cancelled"}[request]
+    frozen = f"\n{stands.why}\nto end it: batchrun cancel --kill {run.id}"
+    return f"will be {done} at its next safe point" + frozen * stands.needs_someone
 
 
 @command(
