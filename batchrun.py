@@ -443,7 +443,7 @@ class Cleanup(NamedTuple):
 
 
 class Approval(NamedTuple):
-    """One row of the table `approval`: what a job asks a person, and the answer once it is there."""
+    """One row of the table `approval`: what a job asks a person, and the answer if there is one."""
 
     name: str  # of the question, once in a run
     summary: str  # what is to be approved, in the job's words
@@ -9100,7 +9100,8 @@ class Supervisor:
         A run counts for the period in which it succeeded, by the days of the job's zone.
         """
         job, success = self._job_config, self._ledger.last_success(self._launch.job)
-        if not job.once_per or self._launch.fresh or success is None:
+        anyway = self._launch.fresh or self._launch.retry
+        if not job.once_per or anyway or success is None:
             return ""
         moments = (self._host.now(), cast("str", success.ended_at))
         now, then = (period_of(at, job.once_per, job.zone) for at in moments)
@@ -9622,7 +9623,8 @@ class Stopper:
         recorded = [attempt.supervisor, attempt.worker] if attempt else []
         alive = [process for process in recorded if process and host.is_alive(process)]
         with contextlib.suppress(FileNotFoundError):  # the lock file was removed
-            below = {pid for process in alive for pid in host.descendants(process.pid)}
+            below = {pid for process in alive for pid in host.children(process.pid)}
+            below |= {pid for child in below for pid in host.children(child)}
             holding = below.intersection(self._lock.owners(host)) - {p.pid for p in alive}
             alive += filter(None, map(host.identify, holding))
         return alive

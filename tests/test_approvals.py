@@ -1,5 +1,6 @@
 """A job asks a person: the question is stored once, no process waits, any later attempt goes on."""
 
+import contextlib
 import json
 import os
 import signal
@@ -359,7 +360,8 @@ def is_asked(project: Project) -> bool:
 
 def continue_all(project: Project) -> bool:
     for pid in project.living():
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
     return False
 
 
