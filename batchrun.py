@@ -60,7 +60,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
-from datetime import date, datetime, timedelta, timezone, tzinfo
+from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
 from itertools import islice, pairwise
 from operator import attrgetter, itemgetter
@@ -215,6 +215,7 @@ class Ending(StrEnum):
     REFUSED = "refused"
     CHANGED = "source changed"
     CLEANED = "cleaned up"
+    AWAITS = "awaits an answer"
     DIED = "died"
     OVERDUE = "overdue"
     RECYCLED = "recycled"
@@ -463,6 +464,22 @@ class Cleanup(NamedTuple):
     def call(self) -> str:
         """The call as it would be written."""
         return f"{self.function}({', '.join(f'{n}={v!r}' for n, v in self.arguments.items())})"
+
+
+class Approval(NamedTuple):
+    """One row of the table `approval`: what a job asks a person, and the answer if there is one."""
+
+    name: str  # of the question, once in a run
+    summary: str  # what is to be approved, in the job's words
+    asked_at: str
+    answered_at: str | None
+    who: str | None
+    why: str | None
+
+    @property
+    def words(self) -> str:
+        """The question in words."""
+        return f"It asks for the approval {self.name!r}: {self.summary}"
 
 
 def is_paused_by_person(run: Run) -> bool:
@@ -757,6 +774,16 @@ class Host:
         """Tell whether a process is frozen (SIGSTOP, or a debugger)."""
         fields = self._stat_fields(process.pid)
         return bool(fields) and fields[0] in ("T", "t")
+
+    def send(self, process: ProcessIdentity, number: signal.Signals) -> None:
+        """Send a signal to exactly this process, or to nobody: its number may be another's soon."""
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(process.pid)
+            try:
+                if self.is_alive(process):
+                    signal.pidfd_send_signal(descriptor, number)
+            finally:
+                os.close(descriptor)
 
     def _stat_fields(self, pid: int) -> list[str]:
         """Return /proc/PID/stat from field 3 (the state) on; empty if there is no such process."""
@@ -1428,6 +1455,31 @@ def _reject_limit(value: object) -> RejectLimit:
     return RejectLimit(parts.get(int), parts.get(str))
 
 
+def _zone(value: object) -> str:
+    """Read the name of a time zone that this machine knows."""
+    try:
+        zone_of(str(value))
+    except (ValueError, KeyError, OSError):
+        wanted = 'a time zone of this machine, such as "Europe/Berlin",'
+        raise ValueError(f"{wanted} is wanted") from None
+    return str(value)
+
+
+def zone_of(name: str) -> tzinfo:
+    """Return the time zone of that name; UTC is known on every machine."""
+    if name == "UTC":
+        return UTC
+    from zoneinfo import ZoneInfo  # few configurations name one
+
+    return ZoneInfo(name)
+
+
+def period_of(at: str, once_per: str, zone: str) -> str:
+    """Return the day, week or month of a moment in a zone: `2026-10-25`, `2026-W43`, `2026-10`."""
+    form = {"day": "%Y-%m-%d", "week": "%G-W%V", "month": "%Y-%m"}[once_per]
+    return datetime.fromisoformat(at).astimezone(zone_of(zone)).strftime(form)
+
+
 class ConfigKey(NamedTuple):
     """One key of the config file."""
 
@@ -1512,6 +1564,7 @@ _FUNCTION = _text(str, r"[A-Za-z_]\w*(:[A-Za-z_]\w*)?", '"function" or "module:f
 _REFUSE_OR_FRESH = _text(str, "refuse|fresh", '"refuse" or "fresh"')
 _PLAN_B = _text(str, "pause|fail|reject", '"pause", "fail" or "reject"')
 _REFUSE_OR_DEFER = _text(str, "refuse|defer", '"refuse" or "defer"')
+_PERIOD = _text(str, "(day|week|month)?", '"day", "week", "month", or "" for no such limit,')
 _JOB_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"  # it becomes a folder's name, and is typed
 
 
@@ -1540,6 +1593,8 @@ OPTIONS = {
     "recycle_above": ConfigKey("recycle_above_bytes", "0", parse_size, "RSS of a worker; 0: none"),
     "max_rss": ConfigKey("max_rss_bytes", 0, parse_size, "of the worker; more is bad; 0: no limit"),
     "when_blocked": ConfigKey("when_blocked", "refuse", _REFUSE_OR_DEFER, "by maintenance"),
+    "once_per": ConfigKey("once_per", "", _PERIOD, "in which one success is enough"),
+    "zone": ConfigKey("zone", "UTC", _zone, "whose days those are"),
 }
 _FACTOR = _text(str, "|".join(FACTORS), " or ".join(json.dumps(name) for name in FACTORS))
 _NAME = _text(str, r"\S(.{0,62}\S)?", "a name of 1 to 64 characters")
@@ -1648,6 +1703,8 @@ class JobConfig(NamedTuple):
     recycle_above_bytes: int
     max_rss_bytes: int
     when_blocked: str
+    once_per: str
+    zone: str
 
     @property
     def module(self) -> str:
@@ -2455,11 +2512,11 @@ class Checkpoint(NamedTuple):
     run: str
     generation: int
     number: int  # commit number, from 1
-    kind: str  # what the commit was: `batch`, `loop` (the end of one) or `step`
-    loop: str  # the loop or step that the commit belongs to
+    kind: str  # what the commit was: `batch`, `loop` (the end of one), `step` or `approval`
+    loop: str  # the loop, step or approval that the commit belongs to
     cursor: str  # encoded cursor of that loop after the commit; `null` before its first record
     ended: bool  # whether the source said that nothing follows
-    # finished loops and steps in order, `["loop", name]` or `["step", name, result]`
+    # finished loops, steps and approvals in order, `["loop", name]` or `["step", name, result]`
     passed: list[list[Any]]
     marks: dict[str, int]  # loop or step -> number last marked in its target
     # records `read` and `rejected`, `batches`, and the job's own counts, over the run
@@ -2879,7 +2936,7 @@ class AttemptEnd(NamedTuple):
 
     ending: Ending
     exit_code: ExitCode
-    reason: Reason = Reason.NONE  # why the run is paused, where it is
+    reason: Reason = Reason.NONE  # why the run is paused or awaiting, where it is
     error: str = ""
     unchanged: str = ""
     todo: str = ""
@@ -2928,6 +2985,8 @@ class Start(NamedTuple):
     fresh_reason: str = "a fresh start was asked for"
     fresh_in_a_row: int = 0
     retry: Retry | None = None  # what a new run takes up in the place of its sources
+    # whether the unfinished run is to be left as it stands
+    leaves: Callable[[Run], bool] = lambda _: False
 
 
 class After(NamedTuple):
@@ -2944,6 +3003,7 @@ class After(NamedTuple):
 STATE_AFTER = {
     Ending.SUCCEEDED: RunState.SUCCEEDED,
     Ending.STOPPED: RunState.PAUSED,
+    Ending.AWAITS: RunState.AWAITING,
     Ending.DIED: RunState.INTERRUPTED,
 }  # and failed after every other ending
 
@@ -2953,13 +3013,14 @@ def after_ending(run: Run, attempt: Attempt) -> After:
     state = STATE_AFTER.get(cast("Ending", attempt.ending), RunState.FAILED)
     if attempt.may_be_followed:
         state = RunState.INTERRUPTED  # plan B is the supervisor's, and it went away
-    if attempt.ending == Ending.STOPPED and run.request == Request.CANCEL:
+    if attempt.ending in (Ending.STOPPED, Ending.AWAITS) and run.request == Request.CANCEL:
         state = RunState.CANCELLED
     return After(state, attempt.reason or "", attempt.error or "")
 
 
 TABLES: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch"}
 TABLES |= {Barrier: "barrier", Reading: "reading", HealthCheck: "health_check"}
+TABLES |= {Approval: "approval"}
 GAUGES = ("rss_bytes", "open_files", "connections", "threads", "children")  # of a worker
 READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> value of a column
     "RunState": RunState,
@@ -3219,6 +3280,14 @@ class Ledger:
         gauges = zip(GAUGES, zip(*reversed(rows), strict=True), strict=False)
         return {name: [each for each in values if each is not None] for name, values in gauges}
 
+    def approvals(self, run: Run) -> list[Approval]:
+        """Return what a run has asked, oldest first."""
+        return self._all(Approval, "WHERE run = ? ORDER BY asked_at, name", run.key)
+
+    def open_question(self, run: Run) -> Approval | None:
+        """Return what a run has asked and nobody has answered; it asks one at a time."""
+        return self._one(Approval, "WHERE run = ? AND answered_at IS NULL LIMIT 1", run.key)
+
     def newest_event(self) -> int:
         """Return the highest event id that was ever given."""
         rows = self._rows("SELECT seq FROM sqlite_sequence WHERE name = 'event'")
@@ -3377,7 +3446,9 @@ class Ledger:
                 run = self._settled(run, start, said, kept=kept)
             if start.retry and run is not None and not run.finished:
                 raise unfinished_before_retry(run)
-            if start.only_resume and (run is None or run.finished):
+            if start.only_resume and (
+                run is None or run.finished or (start.leaves(run) and not kept)
+            ):
                 return Admission(run or self._finished_meanwhile(job), 0, said)
             deferred = (run and run.deferred) or {}
             if run is None or run.finished:
@@ -3473,12 +3544,13 @@ class Ledger:
         if run.state in OWNED and not kept:
             run = self._settle(run, DIED, start.who)
             said.append(f"run {run.id} was left by its owner: {run.state}")
+        why = "cancelling was asked for before it ended"
+        if not run.finished and run.request != Request.CANCEL:
+            start.require_may_go_on(run)
+            why = start.fresh_reason
         if not run.finished and (start.fresh or run.request == Request.CANCEL):
-            why = start.fresh_reason if start.fresh else "cancelling was asked for before it ended"
             run = self._cancel(run, start.who, why)
             said.append(f"run {run.id} cancelled: {why}")
-        if not run.finished:
-            start.require_may_go_on(run)
         return run
 
     def _take_over(
@@ -3909,10 +3981,43 @@ class Ledger:
                 )
             self._event(run.key, run.job, who, f"requested: {request}", "")
 
-    def cancel(self, run: Run, who: str, why: str) -> None:
-        """Cancel a run that nobody owns; the caller holds the job's lock."""
+    def ask(self, run: Run, generation: int, name: str, summary: str) -> Approval:
+        """Store a job's question, unless it was asked before, and return it as it stands.
+
+        Raises:
+            LostOwnership: another generation took over.
+        """
+        with self._owning(run, generation):
+            sql = "INSERT INTO approval (run, name, summary, asked_at) VALUES (?, ?, ?, ?)"
+            values = (run.key, name, summary, self._host.now())
+            if self._sql(f"{sql} ON CONFLICT DO NOTHING RETURNING 1", values).fetchone():
+                self._event(run.key, run.job, "worker", f"asked: {name}", summary)
+        return next(question for question in self.approvals(run) if question.name == name)
+
+    def approve(self, run: Run, name: str, by: str, why: str, who: str) -> None:
+        """Record a person's answer; `who` types it, perhaps for somebody else.
+
+        Raises:
+            NotFound: the run has never asked this.
+            IllegalTransition: it is answered already, or the run is finished.
+        """
         with self._writing():
-            self._cancel(self.run(run.key), who, why)
+            asked = {question.name: question for question in self.approvals(run)}
+            require_unanswered(self.run(run.key), name, asked)
+            answer = {"who": by, "why": why, "answered_at": self._host.now()}
+            self._set("approval", {"run": run.key, "name": name, "answered_at": None}, **answer)
+            told = f"by {by}: {why}" if by != who else why
+            self._event(run.key, run.job, who, f"approved: {name}", told)
+
+    def cancel(self, run: Run, who: str, why: str) -> None:
+        """Cancel a run that nobody owns, unless it has succeeded; the caller holds the lock."""
+        with self._writing():
+            run = self.run(run.key)
+            if run.state in OWNED:
+                run = self._settle(run, DIED, who)
+                if run.finished:
+                    return
+            self._cancel(run, who, why)
 
     def _cancel(self, run: Run, who: str, why: str) -> Run:
         """Cancel under a new generation, so that no earlier owner can write any more."""
@@ -3920,7 +4025,12 @@ class Ledger:
         return self._move(run, RunState.CANCELLED, who=who, why=why)
 
     def pause(self, run: Run, who: str) -> None:
-        """Pause a run that nobody owns, as a person's decision; the caller holds the job's lock."""
+        """Pause a run that nobody owns, as a person's decision; the caller holds the job's lock.
+
+        A run that waits for its turn or for an answer goes on waiting, with the wish kept. To
+        paused the edges lead from a live owner only: nobody sees the state between, and one event
+        says what happened.
+        """
         with self._writing():
             self._pause(self.run(run.key), who, Reason.PERSON)
 
@@ -3931,7 +4041,9 @@ class Ledger:
         with self._writing():
             self._know_barrier(find(), who)
             run = self.run(run.key)
-            if run.reason != Reason.MAINTENANCE:  # else the worker was turned away
+            if run.state == RunState.RESERVED:  # kept between two attempts
+                self._move(run, RunState.PAUSED, who=who, why=why, reason=Reason.MAINTENANCE)
+            elif run.reason != Reason.MAINTENANCE:  # else the worker was turned away
                 self._pause(run, who, Reason.MAINTENANCE, why)
 
     def _pause(self, run: Run, who: str, reason: Reason, why: str = "") -> None:
@@ -3939,9 +4051,14 @@ class Ledger:
             run = self._settle(run, DIED, who)
         if run.finished:
             return
+        if run.state in (RunState.WAITING, RunState.AWAITING):
+            self._set("run", {"key": run.key}, request=Request.PAUSE)
+            self._event(run.key, run.job, who, f"requested: {Request.PAUSE}", "")
+            return
         self._supersede(run)
-        run = self._move(run, RunState.RESERVED, who=who, why="to pause it")
-        self._move(run, RunState.PAUSED, who=who, reason=reason, why=why)
+        self._change(run, RunState.RESERVED)
+        why = why or f"a person paused it; it was {run.state}"
+        self._move(self.run(run.key), RunState.PAUSED, who=who, why=why, reason=reason)
 
     def adopt(self, checkpoint: Checkpoint, content: bytes, digest: str, who: str) -> None:
         """Take a run over from its checkpoint alone, as a person decided; see `repair`.
@@ -3994,7 +4111,14 @@ class Ledger:
     # -- one state change, one event ------------------------------------------------------
 
     def _move(self, run: Run, to: RunState, *, who: str, why: str = "", reason: str = "") -> Run:
-        """Change a run's state as compare-and-set, append the event, and return the run."""
+        """Change a run's state, append the event, and return the run."""
+        self._change(run, to, why=why, reason=reason)
+        said = f"{to} ({reason})" if reason else str(to)
+        self._event(run.key, run.job, who, said, why or TRANSITIONS[run.state, to])
+        return self.run(run.key)
+
+    def _change(self, run: Run, to: RunState, *, why: str = "", reason: str = "") -> None:
+        """Change a run's state as compare-and-set."""
         if (run.state, to) not in TRANSITIONS:
             raise IllegalTransition(
                 f"Run {run.id} is {run.state}; there is no edge from there to {to}."
@@ -4005,9 +4129,6 @@ class Ledger:
         bound["error"] = why if told or reason == Reason.RETRY else None
         if self._sql(MOVE, bound).fetchone() is None:
             raise IllegalTransition(f"Run {run.id} was no longer {run.state}.")
-        said = f"{to} ({reason})" if reason else str(to)
-        self._event(run.key, run.job, who, said, why or TRANSITIONS[run.state, to])
-        return self.run(run.key)
 
     def _event(self, run: int | None, job: str | None, who: str, what: str, why: str) -> int:
         at = self._host.now()
@@ -4120,6 +4241,28 @@ def lost_ownership(run: Run, generation: int) -> LostOwnership:
         unchanged="Neither ledger nor checkpoint was changed; the new owner goes on from them.",
         todo=f"See `batchrun status {run.job}`.",
     )
+
+
+def require_unanswered(run: Run, name: str, asked: Mapping[str, Approval]) -> None:
+    """Refuse to answer what a run has not asked, or what is decided.
+
+    Raises:
+        NotFound: it has never asked this.
+        IllegalTransition: the run is finished, or the question is answered.
+    """
+    unchanged = "Nothing was changed."
+    if name not in asked:
+        names = ", ".join(map(repr, asked)) or "nothing"
+        what = f"Run {run.id} of {run.job} has not asked for the approval {name!r}."
+        raise NotFound(what, why=f"It has asked for: {names}.", unchanged=unchanged)
+    question = asked[name]
+    if question.answered_at is not None:
+        what = f"{name!r} of run {run.id} was approved already, by {question.who}."
+        why = f"At {question.answered_at}: {question.why}"
+        raise IllegalTransition(what, why=why, unchanged=unchanged)
+    if run.finished:
+        what = f"Run {run.id} of {run.job} is {run.state}; nothing can go on there."
+        raise IllegalTransition(what, unchanged=unchanged)
 
 
 def is_gone(path: Path) -> bool:
@@ -5714,6 +5857,10 @@ def usage_text(usage: Usage) -> str:
 # is not there, or not any more. A job begins at its first line again in every attempt, and so
 # registers again what it makes again.
 #
+# An approval is a commit like a step, whose result is a person's answer. While that is not there
+# the attempt ends: the question is in the ledger, once, and no process waits. The answer belongs to
+# the name of the question, whatever a later version of the job says in its summary.
+#
 # What the job's calls of batchrun raise is final: whoever swallows it gets it again with the next
 # call, and no commit is made any more. Only connect(), enter() and on_exit() raise like any other
 # code: they touch neither loop nor commit.
@@ -5770,6 +5917,39 @@ class Job:
         """The first line of the function's or module's docstring."""
         module = sys.modules.get(self.function.__module__)
         return (self.function.__doc__ or (module and module.__doc__) or "").strip().split("\n")[0]
+
+    def cursor_from(self, checkpoint: Checkpoint) -> Any:
+        """Return a checkpoint's cursor as one of this version, converted if it is an older one's.
+
+        Raises:
+            PersonNeeded: there is no converter, or it gives no cursor; says which versions do.
+        """
+        cursor, version = decode_cursor(checkpoint.cursor), checkpoint.job_version
+        known = sorted({self.version, *self.resumes})
+        written = f"The checkpoint of run {checkpoint.run} was written by version {version}"
+        stands = "Nothing was done; the checkpoint stands."
+        if version not in known:
+            raise PersonNeeded(
+                f"{written} of the job {checkpoint.job}.",
+                why=f"The job's file understands: {', '.join(map(str, known))}.",
+                unchanged=stands,
+                todo="Add a converter to @job(resumes={...}), install that version again, or type:"
+                f" batchrun run {checkpoint.job} --fresh",
+            )
+        if version == self.version or checkpoint.kind != "batch":  # no loop was under way
+            return cursor
+        try:
+            converted = self.resumes[version](cursor)
+            require_round_trip(converted)
+        except (Exception, SystemExit) as error:
+            raise PersonNeeded(
+                f"{written}, and the converter to version {self.version} fails.",
+                why=f"It was given {mask_secrets(repr(cursor))}. {error_text(error)}",
+                unchanged=stands,
+                todo=f"Mend it in @job(resumes={{{version}: ...}}), or install version {version}"
+                " again.",
+            ) from error
+        return converted
 
     def settings_from(
         self, job_config: JobConfig, overrides: Mapping[str, str], folder: Path
@@ -5879,7 +6059,7 @@ def _imported(name: str, path: Path) -> Any:
         exec(compile(path.read_bytes(), path, "exec"), vars(module))  # noqa: S102 - jobs are code
     except BatchrunError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line, where = getattr(error, "lineno", None), error.__traceback__
         while where is not None:
             line = where.tb_lineno if where.tb_frame.f_code.co_filename == str(path) else line
@@ -5928,7 +6108,7 @@ Call {call} before the yield, and inside transaction() if there is one.""",
     "count": """count({name}={more}) is no number of records.
 The report adds these up; only whole numbers from 0 on can be added.
 Write for example: batch.count({name}=len(changed))""",
-    "no name": """A {kind} cannot be named {name}.
+    "no name": """No {kind} can be named {name}.
 Its name stands in the checkpoint and in reports, and is compared on resume.
 Use 1 to 200 printable characters.""",
     "no size": """Loop {loop!r} cannot have batches of {size} records.
@@ -5955,6 +6135,9 @@ Use a plain function at the top level of a module: def drop(*, table): ...""",
     "no arguments": """The cleanup {name} cannot have these arguments: {reason}.
 They are kept in the ledger as JSON, and given back to the function by name.
 Use None, text, numbers, lists and dicts with text keys; secrets the function finds itself.""",
+    "inside a step": """The {kind} {name!r} began inside the step {step!r}.
+Commits are one chain: a step is recorded before the next thing begins.
+Move it behind the step.""",
     "no loop": """The job returned without a loop.
 A job reads its source by ctx.batches(...); without one nothing is recorded.
 Write: for batch in ctx.batches(source): ...; yield batch""",
@@ -6145,7 +6328,7 @@ def call_cleanup(cleanup: Cleanup) -> None:
 
 
 class Link:
-    """One commit in the making: of a `batch`, the end of a `loop`, or a `step`, by its name."""
+    """One commit in the making: a `batch`, the end of a `loop`, a `step` or an `approval`."""
 
     cursor: Any = None  # of the loop after this commit
     ended = False  # whether the source said that nothing follows
@@ -6681,6 +6864,9 @@ class Driver(Protocol):
     def taken_up(self, loop: str, after: Any, limit: int) -> list[RejectRow]:
         """Return the rejects that this run, a retry, has to read in the place of a source."""
 
+    def ask(self, name: str, summary: str) -> Approval:
+        """Return the answer to a question; raise to end the attempt while there is none."""
+
     def pass_gate(self) -> None:
         """Raise if the attempt is to stop here."""
 
@@ -6729,6 +6915,7 @@ class Context(Generic[S]):
         self._met: list[tuple[str, str]] = []
         self._current: Batch | None = None
         self._broken: BaseException | None = None
+        self._step = ""  # the one that is being done
         self._finished = self._handed_out = False
         self._read_s = 0.0  # spent reading since the last commit
 
@@ -6814,6 +7001,7 @@ class Context(Generic[S]):
                 return self._course.passed[len(self._met) - 1][2]
             self._driver.pass_gate()
         link = Link("step", name, began=self._host.monotonic())
+        self._step = name
         try:
             with mark.transaction(self, link) if mark else contextlib.nullcontext() as cursor:
                 link.result = call(cursor) if mark else call()
@@ -6823,7 +7011,28 @@ class Context(Generic[S]):
             raise
         with self._own_code():
             self._driver.commit(link)
+            self._step = ""
         return link.result
+
+    def approval(self, name: str, summary: str) -> Approval:
+        """Return a person's answer; until `batchrun approve RUN NAME` gives it, end the attempt.
+
+        What ends the attempt passes by `except Exception`. The answer is recorded as a commit: a
+        run asks once, and every later attempt gets the same answer.
+
+        Args:
+            name: of the question, and not that of a loop or step. What a new version of the job
+                must not go on with on the old answer belongs into the name.
+            summary: what is to be approved, for the person who reads `status`.
+        """
+        with self._own_code():
+            self._meet("approval", name, None)
+            if self._is_passed:
+                return Approval(**self._course.passed[len(self._met) - 1][2])
+            self._driver.pass_gate()
+            answer = self._driver.ask(name, summary)
+            self._driver.commit(Link("approval", name, result=answer._asdict()))
+        return answer
 
     def finish(self, reason: str) -> None:
         """Declare the job done although a loop has more; returning is then no mistake."""
@@ -6894,14 +7103,8 @@ class Context(Generic[S]):
     # -- where the loops stand -----------------------------------------------------------------
 
     def _meet(self, kind: str, name: str, target: Any) -> Mark | None:
-        """Take the next loop or step in the checkpoint's order, and return its mark, judged."""
-        self._require_yielded()
-        if not (name and name.isprintable() and len(name) <= LOOP_NAME_MAX):
-            raise broken("no name", kind=kind, name=repr(name)[:LOOP_NAME_MAX])
-        if any(met_name == name for _, met_name in self._met):
-            raise broken("one name", name=name)
-        if self._loops and not self._loops[-1].exhausted:
-            raise broken("two at once", kind=kind, name=name, loop=self._loops[-1].name)
+        """Take the next of the checkpoint's loops, steps and approvals; return its mark, judged."""
+        self._require_free(kind, name)
         self._met.append((kind, name))
         if any(met != known for met, known in zip(self._met, self._course.order, strict=False)):
             raise self._other_order()
@@ -6917,6 +7120,18 @@ class Context(Generic[S]):
             self._driver.say(f"commit {number} is in the target already: rolled forward")
             self._driver.commit(ahead)
         return mark
+
+    def _require_free(self, kind: str, name: str) -> None:
+        """Refuse a loop, step or approval that has no name of its own or begins inside another."""
+        self._require_yielded()
+        if not (name and name.isprintable() and len(name) <= LOOP_NAME_MAX):
+            raise broken("no name", kind=kind, name=repr(name)[:LOOP_NAME_MAX])
+        if self._step:
+            raise broken("inside a step", kind=kind, name=name, step=self._step)
+        if any(met_name == name for _, met_name in self._met):
+            raise broken("one name", name=name)
+        if self._loops and not self._loops[-1].exhausted:
+            raise broken("two at once", kind=kind, name=name, loop=self._loops[-1].name)
 
     @property
     def _is_passed(self) -> bool:
@@ -8021,6 +8236,9 @@ class Reader:
 # then does what it says, in its own transaction. Nothing here ever begins at record 1 silently.
 # What a start refuses, `repair` mends: it copies everything aside, then lets the ledger stand where
 # the checkpoints do.
+#
+# Whether a start goes on with an unfinished run at all is said by one table, ANSWERS, which the
+# admission and `status` share.
 
 START, GO_ON, FORWARD, REWRITE, REFUSE = "start", "go on", "forward", "rewrite", "refuse"
 LOG_LIMIT_BYTES = 64_000_000
@@ -8322,6 +8540,91 @@ def set_aside(paths: list[Path], folder: Path) -> list[Path]:
     return [folder / path.name for path in there]
 
 
+def require_same_settings(run: Run, checkpoint: Checkpoint, settings: object, folder: Path) -> None:
+    """Refuse to go on with other settings than the commits so far were made with.
+
+    Raises:
+        PersonNeeded: names the settings that differ.
+    """
+    if checkpoint.settings == settings_digest(identity(settings, folder)):
+        return
+    changed = changed_settings(run.settings, settings, folder)
+    if changed:
+        raise PersonNeeded(
+            f"Settings of {run.job} changed since run {run.id} began: {', '.join(changed)}.",
+            why=f"Its {run.number} commits were made with the old ones.",
+            unchanged="Nothing was done; the checkpoint stands.",
+            todo=f"Put them back, or type one of:\n  batchrun run {run.job} --fresh\n"
+            f"  batchrun resume {run.id} --accept-settings",
+        )
+
+
+def rehearsal(
+    config: Config, state: StateDirectory, ledger: Ledger, versions: Mapping[str, int]
+) -> list[Finding]:
+    """Return which unfinished runs could not go on with the jobs that are installed now.
+
+    `versions`: job -> a version to ask about instead, whose file need not be installed. Imports
+    the jobs' files and tries their converters on the stored cursors; changes nothing but the
+    working directory, which is the config's afterwards.
+    """
+    os.chdir(config.folder)
+    findings = []
+    for run in ledger.all_unfinished():
+        try:
+            stands = standing_checkpoint(ledger, state.store(run.job), run)
+            require_loads(config, run, stands, versions.get(run.job))
+        except BatchrunError as error:
+            what = f"run {run.id} of {run.job} could not go on: {error.what}"
+            findings.append(Finding(what, error.why, error.todo))
+    return findings
+
+
+def standing_checkpoint(ledger: Ledger, store: CheckpointStore, run: Run) -> Checkpoint | None:
+    """Return the checkpoint that a start would go on at, also while the run is going on.
+
+    Raises:
+        PersonNeeded: ledger and checkpoint contradict each other.
+    """
+    found = look(ledger, store, run)
+    while (now := ledger.run(run.key)).number != run.number:  # it went on between the two looks
+        run = now
+        found = look(ledger, store, run)
+    action, why = verdict(found)
+    if action == REFUSE:
+        raise cannot_agree(found, why, store.path(run.id))
+    return parse_checkpoint(found.copy or b"")[0] if action == REWRITE else found.checkpoint
+
+
+def require_loads(
+    config: Config, run: Run, checkpoint: Checkpoint | None, version: int | None
+) -> None:
+    """Refuse a run that the installed job, or its version that is asked about, does not understand.
+
+    Raises:
+        BatchrunError: what is in the way, and the ways out.
+    """
+    job_config = config.job(run.job)
+    if version is not None and (checkpoint is None or checkpoint.job_version == version):
+        return
+    job = load_job(job_config)
+    if version not in (None, job.version):
+        written = (
+            f"its checkpoint was written by version {cast('Checkpoint', checkpoint).job_version}"
+        )
+        raise PersonNeeded(
+            f"{written}, and version {version} is not installed.",
+            why=f"Only the resumes= of version {version}'s own file can say that it understands;"
+            f" installed is version {job.version}.",
+            todo=f"Ask again with that file installed, or keep version {job.version}.",
+        )
+    settings = job.settings_from(job_config, run.overrides, config.folder)
+    if checkpoint is not None:
+        job.cursor_from(checkpoint)
+        if version is None:
+            require_same_settings(run, checkpoint, settings, config.folder)
+
+
 class Repair(NamedTuple):
     """What makes the ledger agree with the checkpoints again."""
 
@@ -8389,6 +8692,82 @@ def adopt_newest(state: StateDirectory, checkpoints: list[Checkpoint], host: Hos
                 state.store(checkpoint.job).remove(checkpoint.run)
 
 
+# -- who goes on with an unfinished run ------------------------------------------------------------
+
+SKIP, BUSY = "skip", "busy"
+STARTS = ("run", "fresh", "resume", "tick")  # `run`, `run --fresh`, `resume RUN`, `resume --all`
+
+ANSWERS = {  # how an unfinished run stands -> what each of STARTS does; REFUSE is 13, BUSY 11
+    "has a live owner": (BUSY, BUSY, BUSY, SKIP),  # the lock says so, before anybody looks here
+    "stopped at a batch that fails again and again": (REFUSE, REFUSE, GO_ON, SKIP),
+    "waits for an answer": (REFUSE, REFUSE, REFUSE, SKIP),
+    "has a start that was deferred": (GO_ON, GO_ON, GO_ON, GO_ON),
+    "was paused by a person": (REFUSE, GO_ON, GO_ON, SKIP),
+    "has its answer": (GO_ON, REFUSE, GO_ON, GO_ON),
+    "failed": (GO_ON, GO_ON, GO_ON, SKIP),
+    "is due": (GO_ON, GO_ON, GO_ON, GO_ON),
+}
+
+
+def situation(ledger: Ledger, run: Run) -> str:
+    """Return how an unfinished run stands: a key of ANSWERS, the first that applies."""
+    awaits = run.state == RunState.AWAITING
+    answered = run.reason == Reason.APPROVAL and ledger.open_question(run) is None
+    stands = {
+        "has a live owner": run.state in OWNED,
+        "stopped at a batch that fails again and again": awaits and run.reason == Reason.POISON,
+        "waits for an answer": awaits and not answered,
+        "has a start that was deferred": run.deferred is not None,
+        "was paused by a person": is_paused_by_person(run),
+        "has its answer": awaits,
+        "failed": run.state == RunState.FAILED,
+        "is due": True,
+    }
+    return next(words for words, applies in stands.items() if applies)
+
+
+def answer_to(start: str, ledger: Ledger, run: Run) -> str:
+    """Return what a start does with an unfinished run: GO_ON, REFUSE, BUSY or SKIP."""
+    return ANSWERS[situation(ledger, run)][STARTS.index(start)]
+
+
+def require_may_go_on(start: str, ledger: Ledger, run: Run) -> None:
+    """Refuse a start where the table does.
+
+    Raises:
+        PersonNeeded: how the run stands, and what to type.
+    """
+    if answer_to(start, ledger, run) != REFUSE:
+        return
+    why, todo = what_next(ledger, run)
+    give_up = f"\nTo give it up: batchrun cancel {run.id}" * (run.state == RunState.AWAITING)
+    raise PersonNeeded(
+        f"Run {run.id} of {run.job} {situation(ledger, run)}.",
+        why=why or f"Since {run.changed_at}.",
+        unchanged="Nothing was started.",
+        todo=f"To go on: {todo}{give_up}",
+    )
+
+
+def what_next(ledger: Ledger, run: Run) -> tuple[str, str]:
+    """Return why an unfinished run stands as it does, and the line to type."""
+    todo = f"batchrun resume {run.id}"
+    if run.deferred is not None:
+        deferred = f"A start was deferred at {run.deferred['at']}; the tick begins it."
+        return f"{run.error or ''}\n{deferred}".strip(), todo
+    if run.state != RunState.AWAITING:
+        return run.error or "", todo
+    asked, last = ledger.open_question(run), ledger.last_attempt(run)
+    if asked is not None:
+        return asked.words, approve_line(run, asked.name)
+    return (last and last.error) or "", todo
+
+
+def approve_line(run: Run, name: str) -> str:
+    """Return what to type to approve what a run asks."""
+    return f'{_typed("batchrun", "approve", run.id, name)} --why "..."'
+
+
 class Standing(NamedTuple):
     """How a run stands in truth; the ledger's row alone does not know that its owner died."""
 
@@ -8402,16 +8781,16 @@ class Standing(NamedTuple):
 
 def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
     """Return how a run stands, after looking at its processes."""
-    resume = f"batchrun resume {run.id}"
     if run.finished:
         return Standing(run.state, "", f"batchrun report {run.id}")
     if run.state in OWNED:
-        return owned_standing(run, ledger.last_attempt(run), resume, host)
-    needs_someone = is_paused_by_person(run) or run.state in (RunState.FAILED, RunState.AWAITING)
-    if run.deferred is not None:
-        why = f"A start was deferred at {run.deferred['at']}; the tick begins it."
-        return Standing(run.state, f"{run.error or ''}\n{why}".strip(), resume, is_due=True)
-    return Standing(run.state, run.error or "", resume, not needs_someone, needs_someone)
+        owned = owned_standing(run, ledger.last_attempt(run), host)
+        if owned is not None:
+            return owned
+        why = "Its processes are gone without a word: killed, or the machine was switched off."
+        run = run._replace(state=RunState.INTERRUPTED, reason="", error=why)
+    answer = answer_to("tick", ledger, run)
+    return Standing(run.state, *what_next(ledger, run), answer == GO_ON, answer == SKIP)
 
 
 def never_run(job: str) -> Standing:
@@ -8419,14 +8798,12 @@ def never_run(job: str) -> Standing:
     return Standing(RunState.WAITING, "", f"batchrun run {job}")
 
 
-def owned_standing(run: Run, attempt: Attempt | None, resume: str, host: Host) -> Standing:
-    """Return how a run stands that some process owns, or owned until it died."""
+def owned_standing(run: Run, attempt: Attempt | None, host: Host) -> Standing | None:
+    """Return how a run stands that some process owns; None if it owned it until it died."""
     owners = [attempt.supervisor, attempt.worker] if attempt else []
     alive = [process for process in owners if process and host.is_alive(process)]
     if not alive:
-        why = "Its processes are gone without a word: killed, or the machine was switched off."
-        waits = is_paused_by_person(run)
-        return Standing(RunState.INTERRUPTED, why, resume, is_due=not waits, needs_someone=waits)
+        return None
     for process in alive:
         if host.is_stopped(process):
             why = f"Process {process.pid} is stopped (SIGSTOP, or a debugger)."
@@ -8436,7 +8813,7 @@ def owned_standing(run: Run, attempt: Attempt | None, resume: str, host: Host) -
         why = f"{attempt.error}\nAnother attempt follows." if attempt and waits else ""
         return Standing(run.state, why, f"batchrun pause {run.id}")
     why = f"Its supervisor is gone; worker {alive[0].pid} commits its last batch and leaves."
-    return Standing(run.state, why, resume, is_due=True)
+    return Standing(run.state, why, f"batchrun resume {run.id}", is_due=True)
 
 
 def only_unfinished(ledger: Ledger) -> Run:
@@ -8558,6 +8935,7 @@ class Worker:
 
     Attributes:
         recorded: whether the ledger knows how the attempt ended.
+        asked: what ends the attempt until a person has answered it.
     """
 
     _course: Course  # from `_prepare` on
@@ -8579,6 +8957,7 @@ class Worker:
         self._silenced: BatchrunError | None = None  # why nothing may be written any more
         self.gate = Gate(order.supervisor, order.batches)
         self.recorded = False
+        self.asked: Approval | None = None
 
     # -- one attempt -----------------------------------------------------------------------
 
@@ -8610,8 +8989,9 @@ class Worker:
         with disk_letters(self._store.folder, host):
             checkpoint = self._read_checkpoint()
             self._store.open()
-        if checkpoint is not None:
-            self._require_same_basis(job, checkpoint, settings)
+        cursor = job.cursor_from(checkpoint) if checkpoint is not None else None
+        if checkpoint is not None and "settings" not in order.acceptances:
+            require_same_settings(self._run, checkpoint, settings, self._config.folder)
         first = first_hash(self._ledger.uuid, self._run.id, self._settings_digest)
         me = cast("ProcessIdentity", host.identify())
         basis = Basis(identities, job.version, first)
@@ -8620,8 +9000,8 @@ class Worker:
         self._release_what_was_left()
         self._event = self._ledger.newest_event()
         self._course = course = Course(self._run, order.generation, checkpoint)
-        if checkpoint is not None and course.loop and checkpoint.job_version != job.version:
-            course.cursor = job.resumes[checkpoint.job_version](course.cursor)
+        if course.loop:
+            course.cursor = cursor
         success = self._ledger.last_success(order.job)
         self._context = Context(
             settings,
@@ -8653,32 +9033,6 @@ class Worker:
             raise lost_ownership(self._run, self._order.generation)
         return checkpoint
 
-    def _require_same_basis(self, job: Job, checkpoint: Checkpoint, settings: object) -> None:
-        """Refuse to go on with other settings, or with a checkpoint of a version unknown to us."""
-        name, run = self._order.job, self._run
-        known = sorted({job.version, *job.resumes})
-        stands = "Nothing was done; the checkpoint stands."
-        if checkpoint.job_version not in known:
-            raise PersonNeeded(
-                f"The checkpoint of run {run.id} was written by version"
-                f" {checkpoint.job_version} of the job {name}.",
-                why=f"The job's file understands: {', '.join(map(str, known))}.",
-                unchanged=stands,
-                todo="Add a converter to @job(resumes={...}), install that version again, or type:"
-                f" batchrun run {name} --fresh",
-            )
-        if checkpoint.settings == self._settings_digest:
-            return
-        changed = changed_settings(run.settings, settings, self._config.folder)
-        if changed and "settings" not in self._order.acceptances:
-            raise PersonNeeded(
-                f"Settings of {name} changed since run {run.id} began: {', '.join(changed)}.",
-                why=f"Its {run.number} commits were made with the old ones.",
-                unchanged=stands,
-                todo=f"Put them back, or type one of:\n  batchrun run {name} --fresh\n"
-                f"  batchrun resume {run.id} --accept-settings",
-            )
-
     def _run_generator(self, context: Context[Any]) -> AttemptEnd:
         """Commit whatever the job yields, until it returns or the gate says stop."""
         self.gate.require_open()
@@ -8703,13 +9057,16 @@ class Worker:
         """Return the attempt's end for what was raised; a job told to end may raise anything."""
         if isinstance(error, BatchrunError) and error.exit_code in UNRECORDED:
             return letter_end(error)
+        if self.asked is not None:
+            return question_end(self._run, self.asked)
         if self.gate.shut or isinstance(error, SafeStop | Interrupted):
             return self._stopped()
-        if isinstance(error, MaintenanceOn):
-            end = letter_end(error)
-            return end._replace(ending=Ending.STOPPED, reason=Reason.MAINTENANCE)
         if isinstance(error, BatchrunError):
             return letter_end(error)
+        return self._raised(error)
+
+    def _raised(self, error: BaseException) -> AttemptEnd:
+        """Return the end for an exception of the job's own; its traceback goes to the log."""
         log_traceback(error)
         current = self._context._current if self._context else None
         where = f" in batch {current.number}" if current else ""
@@ -8938,7 +9295,7 @@ class Worker:
     def _next_checkpoint(self, course: Course, link: Link) -> Checkpoint:
         """Return the body of the next checkpoint; the course itself is not advanced yet."""
         number = course.number + 1
-        result = [link.result] if link.kind == "step" else []
+        result = [link.result] if link.kind in ("step", "approval") else []
         passed = [] if link.kind == "batch" else [[link.kind, link.loop, *result]]
         before, more = course.counts, link.counts
         counts = {name: before.get(name, 0) + more.get(name, 0) for name in before | more}
@@ -8998,6 +9355,16 @@ class Worker:
     def taken_up(self, loop: str, after: Any, limit: int) -> list[RejectRow]:
         """Return the rejects that this run, a retry, has to read in the place of a source."""
         return self._ledger.rejects_taken_up(self._run, loop, after, limit)
+
+    def ask(self, name: str, summary: str) -> Approval:
+        """Return the answer to a question; raise `SafeStop` while there is none."""
+        words = mask_secrets(summary)
+        question = self._ledger.ask(self._run, self._order.generation, name, words)
+        reach("approval.asked")
+        if question.answered_at is None:
+            self.asked, self.gate.shut = question, True
+            raise SafeStop
+        return question
 
     def pass_gate(self) -> None:
         """Raise `SafeStop` if the attempt is to end at this safe point."""
@@ -9083,14 +9450,22 @@ def disk_letters(folder: Path, host: Host, *, known: bool = True) -> Iterator[No
 
 def letter_end(error: BatchrunError) -> AttemptEnd:
     """Return a letter as an attempt's end."""
-    ending = Ending.RAISED
-    if isinstance(error, SourceChanged):
+    ending, reason = Ending.RAISED, Reason.NONE
+    if isinstance(error, MaintenanceOn):
+        ending, reason = Ending.STOPPED, Reason.MAINTENANCE
+    elif isinstance(error, SourceChanged):
         ending = Ending.CHANGED
     elif error.exit_code in (ExitCode.PERSON_NEEDED, ExitCode.USAGE, ExitCode.NOT_FOUND):
         ending = Ending.REFUSED
     said = "\n".join(part for part in (error.what, error.why) if part)
     error_text, unchanged, todo = map(mask_secrets, (said, error.unchanged, error.todo))
-    return AttemptEnd(ending, error.exit_code, Reason.NONE, error_text, unchanged, todo)
+    return AttemptEnd(ending, error.exit_code, reason, error_text, unchanged, todo)
+
+
+def question_end(run: Run, asked: Approval) -> AttemptEnd:
+    """Return the end of an attempt that waits for a person's answer."""
+    how = (Ending.AWAITS, ExitCode.PERSON_NEEDED, Reason.APPROVAL, asked.words)
+    return AttemptEnd(*how, todo=approve_line(run, asked.name))
 
 
 def letter_text(end: AttemptEnd | Attempt) -> str:
@@ -9245,6 +9620,13 @@ class Launch(NamedTuple):
     cancels: str = ""  # id of a run to be cancelled after its cleanups, and nothing else
     retry: Retry | None = None  # begin a run that takes up these rejects
 
+    @property
+    def start(self) -> str:
+        """Which of STARTS this is."""
+        if not self.only_resume:
+            return "fresh" if self.fresh else "run"
+        return "resume" if self.by_person else "tick"
+
 
 def with_deferred(launch: Launch, deferred: Mapping[str, Any]) -> Launch:
     """Return a launch that also has what a deferred start asked for, which it begins."""
@@ -9394,12 +9776,7 @@ class Supervisor:
         known = [attempt.supervisor, attempt.worker] if attempt else []
         alive = [process for process in known if process and self._host.is_alive(process)]
         holders = map(self._host.identify, [] if alive else self._lock.owners(self._host))
-        owners = []
-        for process in alive or filter(None, holders):
-            frozen = ", stopped" if self._host.is_stopped(process) else ""
-            age = duration_text(self._host.age_s(process))
-            owners.append(f"pid {process.pid} (for {age}{frozen})")
-        who = " and ".join(owners) or "a process that has just ended"
+        who = processes_text(alive or list(filter(None, holders)), self._host)
         times = self._ledger.refused_since_success(self._launch.job) + 1
         since = f", since {attempt.began_at}" if attempt else ""
         again = f" This is refusal {times} since its last success." if times > 2 else ""
@@ -9415,8 +9792,13 @@ class Supervisor:
         """Make attempts until the run is not kept any more, also of a run begun anew."""
         if (cancelled := self._to_cancel()) is not None:
             return self._clean_and_cancel(cancelled)
-        if self._launch.only_resume and self._ledger.unfinished(self._launch.job) is None:
+        unfinished = self._ledger.unfinished(self._launch.job)
+        if self._launch.only_resume and unfinished is None:
             return Outcome(ExitCode.DONE, self._ledger.latest(self._launch.job))
+        if unfinished is None and (said := self._succeeded_in_this_period()):
+            self._ledger.note(self._who, "skipped: once per period", said, job=self._launch.job)
+            self._watcher.say(said)
+            return Outcome(ExitCode.DONE)
         outcome = self._attempt(self._admit())
         while (run := outcome.run) is not None:
             if run.state == RunState.RESERVED and not self._launch.in_process:
@@ -9450,6 +9832,24 @@ class Supervisor:
         run, wanted = outcome.run, not (self._launch.only_resume or self._launch.retry)
         ended = run is not None and run.retry_of and run.state == RunState.SUCCEEDED
         return bool(wanted and ended and not self._stops.count)
+
+    def _succeeded_in_this_period(self) -> str:
+        """Return that no run is to begin before the next period, or nothing.
+
+        A run counts for the period in which it succeeded, by the days of the job's zone.
+        """
+        job, success = self._job_config, self._ledger.last_success(self._launch.job)
+        anyway = self._launch.fresh or self._launch.retry
+        if not job.once_per or anyway or success is None:
+            return ""
+        moments = (self._host.now(), cast("str", success.ended_at))
+        now, then = (period_of(at, job.once_per, job.zone) for at in moments)
+        if now != then:
+            return ""
+        return (
+            f"{job.name} has succeeded in this {job.once_per} already ({now}, {job.zone}: run"
+            f" {success.id}); to run it once more: batchrun run {job.name} --fresh"
+        )
 
     def _found_another_source(self, run: Run) -> bool:
         """Tell whether the attempt found a changed source that the job wants to begin anew with."""
@@ -9493,7 +9893,8 @@ class Supervisor:
             who=self._who,
             run_id=os.urandom(5).hex(),
             require_admission=self._require_open,
-            require_may_go_on=self._require_may_go_on,
+            require_may_go_on=functools.partial(require_may_go_on, launch.start, self._ledger),
+            leaves=lambda run: answer_to(launch.start, self._ledger, run) == SKIP,
             write_checkpoint=self._store.replace,
             overrides=launch.overrides,
             accept_settings="settings" in launch.acceptances,
@@ -9510,23 +9911,6 @@ class Supervisor:
                 f"{__file__} was replaced while this batchrun was running.",
                 unchanged="No other attempt was started.",
                 todo=f"The next `batchrun run {self._launch.job}` goes on with the new one.",
-            )
-
-    def _require_may_go_on(self, run: Run) -> None:
-        """Refuse a run that a person paused, unless a person starts it."""
-        if is_paused_by_person(run) and not self._launch.by_person and not run.deferred:
-            raise PersonNeeded(
-                f"Run {run.id} of {run.job} was paused by a person.",
-                why=f"Since {run.changed_at}.",
-                unchanged="Nothing was started.",
-                todo=f"To go on: batchrun resume {run.id}",
-            )
-        if run.reason == Reason.POISON and not self._launch.by_person:
-            raise PersonNeeded(
-                f"Run {run.id} of {run.job} awaits a person: its next batch is poison.",
-                why=run.error or "",
-                unchanged="Nothing was started.",
-                todo=f"To try it anew: batchrun resume {run.id}",
             )
 
     # -- between two attempts ------------------------------------------------------------------
@@ -9841,6 +10225,16 @@ def batch_text(run: Run, said: str = "") -> str:
     return f"{number} (records {run.read + 1:,} to {last:,}, loop {loop}, {after})"
 
 
+def processes_text(processes: Iterable[ProcessIdentity], host: Host, *, aged: bool = True) -> str:
+    """Return processes for people, with their age, and which of them are frozen."""
+    found = []
+    for process in sorted(processes):
+        notes = [f"for {duration_text(host.age_s(process))}"] * aged
+        notes += ["stopped"] * host.is_stopped(process)
+        found.append(f"pid {process.pid}" + f" ({', '.join(notes)})" * bool(notes))
+    return " and ".join(found) or "a process that has just ended"
+
+
 class CodeChanged(BatchrunError):
     """batchrun itself was replaced under a running supervisor."""
 
@@ -10074,28 +10468,124 @@ def open_log(path: Path) -> int:
     )
 
 
-def objections_to_off(state: StateDirectory, ledger: Ledger) -> list[Finding]:  # noqa: ARG001
-    """Return why unfinished runs could not go on if maintenance ended now; none is known yet."""
-    return []
+# -- stopping a run from outside -----------------------------------------------------------------
+#
+# Nobody takes a run from a live owner. It is asked, by a request in the ledger; `cancel --kill`
+# ends the owner itself: TERM (and CONT, for one that is frozen), after a while KILL, always to a
+# process known by pid, start ticks and boot id, never to a bare pid. Only when the job's lock is
+# free the run is cancelled, under a new generation.
+
+WAIT_LIMIT_S = 3600.0
+LOCK_LIMIT_S = 10.0  # for the lock to be free after the KILL
 
 
-def stop_run(state: StateDirectory, ledger: Ledger, run: Run, request: Request, who: str) -> bool:
-    """Pause or cancel a run: at once if nobody owns it, else by asking; tell whether it is done.
+class Stopper:
+    """Pauses or cancels one run that another process may own."""
 
-    A run with pending cleanups is not cancelled by this, but by `Launch.cancels`.
-    """
-    lock = JobLock(state.lock_path(run.job))
-    if not lock.acquire():
-        ledger.request(run, request, who)
+    def __init__(
+        self, state: StateDirectory, ledger: Ledger, run: Run, request: Request, who: str
+    ) -> None:
+        self._state, self._ledger, self._request, self._who = state, ledger, request, who
+        self._key, self._lock = run.key, JobLock(state.lock_path(run.job))
+        self._sent: set[tuple[ProcessIdentity, signal.Signals]] = set()
+
+    def stop(self) -> bool:
+        """Stop the run at once if nobody owns it, else ask for it; tell whether it is done."""
+        if self._stop_idle():
+            return True
+        self._ledger.request(self._run, self._request, self._who)
         return False
-    try:
-        if request == Request.CANCEL:
-            ledger.cancel(run, who, "a person decided so")
-        else:
-            ledger.pause(run, who)
-    finally:
-        lock.release()
-    return True
+
+    @property
+    def _run(self) -> Run:
+        return self._ledger.run(self._key)
+
+    def _stop_idle(self) -> bool:
+        """Stop the run if its lock is free."""
+        if not self._lock.acquire():
+            return False
+        try:
+            if self._request == Request.CANCEL:
+                self._ledger.cancel(self._run, self._who, "a person decided so")
+            else:
+                self._ledger.pause(self._run, self._who)
+        finally:
+            self._lock.release()
+        return True
+
+    def wait(
+        self, host: Host, say: Callable[[str], None], *, kill_after_s: float | None = None
+    ) -> None:
+        """Wait until the run has stopped and its lock is free; end its owners, if asked to.
+
+        Args:
+            host: the machine.
+            say: shows one line, when there is something new to wait for.
+            kill_after_s: the time between TERM and KILL; without it the owners are left alone.
+
+        Raises:
+            Busy: it did not stop within the limit; what was asked for stands.
+            OSError: the owners belong to another user.
+        """
+        limit_s = WAIT_LIMIT_S if kill_after_s is None else kill_after_s + LOCK_LIMIT_S
+        began, told, known = host.monotonic(), "", set[ProcessIdentity]()
+        while not self._has_stopped(host):
+            waited_s = host.monotonic() - began
+            known = {p for p in known.union(self._owners(host)) if host.is_alive(p)}
+            words = f"waiting for {processes_text(known, host, aged=False)}"
+            if words != told:
+                say(words)
+            told = words
+            if waited_s > limit_s:
+                raise self._too_late(words, limit_s)
+            if kill_after_s is not None and self._is_owned:
+                self._end(known, host, late=waited_s > kill_after_s)
+            host.sleep(WATCH_INTERVAL_S)
+
+    @property
+    def _is_owned(self) -> bool:
+        """Whether the ledger says that somebody has the run in hand; that may be dead."""
+        run = self._run
+        return run.state in OWNED or run.request is not None
+
+    def _has_stopped(self, host: Host) -> bool:
+        if self._run.finished:
+            return True
+        if self._is_owned:
+            return not self._owners(host) and self._stop_idle()
+        return not is_owned(self._state, self._run.job)
+
+    def _owners(self, host: Host) -> list[ProcessIdentity]:
+        """Return the living owners: those recorded, and what holds the lock below them."""
+        attempt = self._ledger.last_attempt(self._run)
+        recorded = [attempt.supervisor, attempt.worker] if attempt else []
+        alive = [process for process in recorded if process and host.is_alive(process)]
+        with contextlib.suppress(FileNotFoundError):  # the lock file was removed
+            below = {pid for process in alive for pid in host.children(process.pid)}
+            below |= {pid for child in below for pid in host.children(child)}
+            holding = below.intersection(self._lock.owners(host)) - {p.pid for p in alive}
+            alive += filter(None, map(host.identify, holding))
+        return alive
+
+    def _end(self, owners: Iterable[ProcessIdentity], host: Host, *, late: bool) -> None:
+        """Send what is due to each owner, once: TERM and CONT, then KILL; leave a row of it."""
+        for owner in owners:
+            for number in (signal.SIGKILL,) if late else (signal.SIGTERM, signal.SIGCONT):
+                if (owner, number) in self._sent:
+                    continue
+                self._sent.add((owner, number))
+                if number != signal.SIGCONT:
+                    words = f"{number.name} to {processes_text([owner], host)}"
+                    self._ledger.note(self._who, "ends the owner", words, run=self._run)
+                host.send(owner, number)
+
+    def _too_late(self, words: str, limit_s: float) -> Busy:
+        return Busy(
+            f"Run {self._run.id} has not stopped within {duration_text(limit_s)}.",
+            why=f"Still {words}.",
+            unchanged=f"The {self._request} is asked for, and stays so.",
+            todo=f"To end its processes: batchrun cancel --kill {self._run.id}",
+        )
 
 
 def is_owned(state: StateDirectory, job: str) -> bool:
@@ -10675,7 +11165,7 @@ class App:
 @command(
     "Every day",
     word("job"),
-    word("--fresh", is_flag=True, help="Cancel an unfinished run first, and begin at record 1."),
+    word("--fresh", is_flag=True, help="Begin at record 1; an unfinished run is cancelled first."),
     word("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting, for this run."),
     *RUNNING,
     exits=RUN_EXITS,
@@ -10863,7 +11353,7 @@ def maintenance_on_command(
 def maintenance_off_command(app: App, *, force: bool) -> ExitCode:
     """Open the door; begins nothing, that is for the tick."""
     with app.ledger(write=True) as ledger:
-        findings = objections_to_off(app.state, ledger)
+        findings = rehearsal(app.config, app.state, ledger, {})
         if findings and not force:
             app.console.result(render_findings(findings), {"findings": as_documents(findings)})
             return ExitCode.FINDINGS
@@ -10941,43 +11431,135 @@ def parse_until(text: str, now: str) -> str:
     return utc_text(int(moment.timestamp() * 1000) * 1_000_000)
 
 
-@command("Deploy", word("run"), exits=[ExitCode.NOT_FOUND])
-def pause_command(app: App, *, run: str) -> ExitCode:
+@command(
+    "Deploy",
+    word("--as-version", multiple=True, metavar="[JOB=]N", help="Ask about version N instead."),
+    exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
+)
+def rehearse_command(app: App, *, as_version: tuple[str, ...]) -> ExitCode:
+    """Ask if every unfinished run could go on with the jobs as installed."""
+    check_trusted(app.config.path, what="the configuration")
+    versions = parse_versions(app.config, as_version)
+    with app.ledger(write=False) as ledger:
+        count = len(ledger.all_unfinished())
+        findings = rehearsal(app.config, app.state, ledger, versions)
+    said = [line for found in findings for line in (found.what, found.why, found.todo) if line]
+    text = "\n".join(said) or f"all of {count} unfinished runs could go on"
+    document = {"runs": count, "findings": [finding._asdict() for finding in findings]}
+    app.console.result(text, document)
+    return ExitCode.FINDINGS if findings else ExitCode.DONE
+
+
+def parse_versions(config: Config, words: tuple[str, ...]) -> dict[str, int]:
+    """Return `--as-version JOB=N` or `N`, which means all jobs, as job -> version."""
+    versions: dict[str, int] = {}
+    for each in words:
+        job, _, number = each.rpartition("=")
+        if not number.isdecimal():
+            raise ConfigurationError(f"--as-version {each!r} has no number.", todo="Write: JOB=3")
+        jobs = [config.job(job).name] if job else config.jobs
+        versions |= dict.fromkeys(jobs, int(number))
+    return versions
+
+
+WAIT = word("--wait", is_flag=True, help="Return when it has stopped, an hour at most.")
+STOP_EXITS = (ExitCode.NOT_FOUND, ExitCode.BUSY, ExitCode.INTERRUPTED)
+
+
+@command("Deploy", word("run"), WAIT, exits=STOP_EXITS)
+def pause_command(app: App, *, run: str, wait: bool) -> ExitCode:
     """Pause a run at its next safe point, until `resume RUN`."""
-    return stop_command(app, run, Request.PAUSE, "paused")
+    app.console.result(*stopped(app, run, Request.PAUSE, wait=wait))
+    return ExitCode.DONE
 
 
-@command("Deploy", word("run"), exits=RUN_EXITS)
-def cancel_command(app: App, *, run: str) -> ExitCode:
+@command(
+    "Deploy",
+    word("run"),
+    WAIT,
+    word("--kill", is_flag=True, help="End its processes: TERM, after 10 s or stop_grace KILL."),
+    exits=RUN_EXITS,
+)
+def cancel_command(app: App, *, run: str, wait: bool, kill: bool) -> ExitCode:
     """Cancel a run at its next safe point, for good; call the cleanups that are left of it."""
-    with app.ledger(write=True) as ledger:
-        found = app.find_run(ledger, run)
-        left = any(c.run == found.id for c in ledger.pending_cleanups(found.job))
-        can = (found.finished or found.job in app.config.jobs) and left
-        needs_worker = can and not is_owned(app.state, found.job)
-    if not needs_worker:
-        return stop_command(app, run, Request.CANCEL, "cancelled")
-    launch = Launch(found.job, cancels=found.id, when_blocked="refuse")
+    told = None
+    if (found := with_cleanups_left(app, run)) is None:
+        told = stopped(app, run, Request.CANCEL, wait=wait, kill=kill)
+        found = with_cleanups_left(app, told[1]["run"]) if kill or wait else None
+    if told is not None and found is None:
+        app.console.result(*told)
+        return ExitCode.DONE
+    owner = cast("Run", found)
+    launch = Launch(owner.job, cancels=owner.id, when_blocked="refuse")
     outcome = Supervisor(app.config, launch, app.host, app.console).run()
     ended = cast("Run", outcome.run)
     if outcome.letter:
         app.console.letter(outcome.letter, outcome.exit_code)
-    document = {"run": ended.id, "request": Request.CANCEL, "done": True}
+    document = {"run": ended.id, "request": Request.CANCEL, "done": True, "state": ended.state}
     app.console.result(f"run {ended.id} of {ended.job} is {ended.state}", document)
     return outcome.exit_code
 
 
-def stop_command(app: App, name: str, request: Request, done: str) -> ExitCode:
-    """Pause or cancel a run, and say which of both happened: it is done, or it is asked for."""
+def with_cleanups_left(app: App, name: str) -> Run | None:
+    """Return the run of that name if nobody owns it and cleanups of it are still to be called."""
+    with app.ledger(write=True) as ledger:
+        found = app.find_run(ledger, name)
+        left = any(c.run == found.id for c in ledger.pending_cleanups(found.job))
+    can = (found.finished or found.job in app.config.jobs) and left
+    return found if can and not is_owned(app.state, found.job) else None
+
+
+def stopped(
+    app: App, name: str, request: Request, *, wait: bool, kill: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """Pause or cancel a run; return which of both happened: it is done, or it is asked for."""
+    app.console.tells = not app.console.quiet
     with app.ledger(write=True) as ledger:
         run = app.find_run(ledger, name)
         if run.finished:
-            app.console.result(*already(run))
-            return ExitCode.DONE
-        is_done = stop_run(app.state, ledger, run, request, app.who)
-    how = f"is {done}" if is_done else f"will be {done} at its next safe point"
-    document = {"run": run.id, "request": request, "done": is_done}
-    app.console.result(f"run {run.id} of {run.job} {how}", document)
+            return already(run)
+        stopper = Stopper(app.state, ledger, run, request, app.who)
+        is_done = stopper.stop()
+        if (kill or wait) and not is_done:
+            known = [app.config.jobs[run.job].stop_grace_s] * (run.job in app.config.jobs)
+            grace_s = min([KILL_AFTER_INTERRUPT_S, *known]) if kill else None
+            stopper.wait(app.host, app.console.say, kill_after_s=grace_s)
+            is_done = True
+        run = ledger.run(run.key)
+        text = stop_text(run, request, standing(ledger, run, app.host), is_done=is_done)
+    document = {"run": run.id, "request": request, "done": is_done, "state": run.state}
+    return f"run {run.id} of {run.job} {text}", document
+
+
+def stop_text(run: Run, request: Request, stands: Standing, *, is_done: bool) -> str:
+    """Return what became of a wish to stop a run."""
+    if is_done:
+        has = "has" if run.state in (RunState.SUCCEEDED, RunState.FAILED) else "is"
+        return f"{has} {run.state}" + f" ({run.request} is asked for)" * bool(run.request)
+    done = {Request.PAUSE: "paused", Request.CANCEL: "cancelled"}[request]
+    frozen = f"\n{stands.why}\nto end it: batchrun cancel --kill {run.id}"
+    return f"will be {done} at its next safe point" + frozen * stands.needs_someone
+
+
+@command(
+    "Answer and mend",
+    word("run"),
+    word("name"),
+    word("--why", required=True, metavar="TEXT", help="The reason, kept with the answer."),
+    word("--by", metavar="WHO", help="Who decided, if it is not you."),
+    exits=[ExitCode.FAILED, ExitCode.NOT_FOUND],
+)
+def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) -> ExitCode:
+    """Approve what a run asks for; the tick or `resume` goes on."""
+    if not why.strip():
+        raise ConfigurationError("--why is empty.", todo='Write: --why "REASON"')
+    who, reason = mask_secrets(by or app.who), mask_secrets(why)
+    with app.ledger(write=True) as ledger:
+        found = app.find_run(ledger, run)
+        ledger.approve(found, name, who, reason, app.who)
+    text = f"run {found.id} of {found.job}: {name!r} is approved by {who}"
+    todo = f"\nthe tick goes on with it; at once: batchrun resume {found.id}"
+    app.console.result(text + todo, {"run": found.id, "approval": name, "who": who, "why": reason})
     return ExitCode.DONE
 
 

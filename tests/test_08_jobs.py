@@ -1424,7 +1424,7 @@ def test_a_batch_size_out_of_range_is_refused(shop: Shop, size: object) -> None:
 def test_a_loop_without_a_name_that_can_be_shown_is_refused(shop: Shop, name: str) -> None:
     shop.write(f"for batch in ctx.batches(range(10), name={name!r}):\n    yield batch\n")
     ended = shop.run()
-    assert (ended.code, "A loop cannot be named" in ended.err) == (1, True)
+    assert (ended.code, "No loop can be named" in ended.err) == (1, True)
 
 
 def test_an_error_that_no_file_can_hold_fails_the_run_with_its_words(shop: Shop) -> None:

@@ -18,23 +18,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
-    "Vocabulary": 495,
-    "Host": 675,
-    "Configuration": 995,
+    "Vocabulary": 510,
+    "Host": 685,
+    "Configuration": 1_025,
     "Checkpoints": 370,
-    "Ledger": 1_770,
+    "Ledger": 1_855,
     "Locks and maintenance": 425,
     "Health": 865,
-    "Jobs": 2_320,
+    "Jobs": 2_390,
     "Operations": 200,
-    "Recovery": 445,
-    "Worker": 710,
-    "Supervisor": 945,
+    "Recovery": 605,
+    "Worker": 705,
+    "Supervisor": 1_060,
     "Reports": 325,
-    "Command line": 905,
+    "Command line": 995,
 }
 COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 11_446  # must stay under
+LINES_IN_ALL = 12_016  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
