@@ -6233,19 +6233,19 @@ class Context(Generic[S]):
         with self._own_code():
             mark = self._meet("step", name, target)
             if self._is_passed:
-                return self._course.passed[len(self._met) - 1][2]
+                return _through_json(self._course.passed[len(self._met) - 1][2])
             self._driver.pass_gate()
         link = Link("step", name, began=self._host.monotonic())
         try:
             with mark.transaction(self, link) if mark else contextlib.nullcontext() as cursor:
-                link.result = call(cursor) if mark else call()
-                self._require_json(link)
+                result = call(cursor) if mark else call()
+                link.result = self._as_json(name, result)
         except BaseException as error:
             self._broken = self._broken or error  # a step that failed is not passed over
             raise
         with self._own_code():
             self._driver.commit(link)
-        return link.result
+        return result
 
     def finish(self, reason: str) -> None:
         """Declare the job done although a loop has more; returning is then no mistake."""
@@ -6410,14 +6410,13 @@ class Context(Generic[S]):
         if self._current is not None:
             raise broken("read on", number=self._current.number)
 
-    def _require_json(self, link: Link) -> None:
-        """Refuse a step's result that is not the same after a way through JSON."""
-        try:
-            same = json.loads(_compact(link.result)) == link.result
-        except (TypeError, ValueError):
-            same = False
-        if not same:
-            raise broken("not JSON", step=link.loop, result=link.result)
+    def _as_json(self, step: str, result: Any) -> Any:
+        """Return a copy of a step's result; refuse one that is not the same in JSON."""
+        with contextlib.suppress(TypeError, ValueError):
+            kept = _through_json(result)
+            if kept == result:
+                return kept
+        raise broken("not JSON", step=step, result=result)
 
     def _receive(self, yielded: object) -> None:
         """Check what the job yielded, and commit it."""
@@ -6447,6 +6446,11 @@ class Context(Generic[S]):
             raise broken("unread", loop=self._loops[-1].name)
         if len(self._met) < len(self._course.order):
             raise self._other_order()
+
+
+def _through_json(value: Any) -> Any:
+    """Return a copy of a value, whatever its owner does to it later."""
+    return json.loads(_compact(value))
 
 
 class CountingCursor(apsw.Cursor):
