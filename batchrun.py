@@ -2334,12 +2334,12 @@ class Checkpoint(NamedTuple):
     at: str  # wall time
 
 
-CHECKPOINT_FIELDS: dict[str, tuple[type, ...]] = {
-    name: {"int": (int,), "str": (str,), "bool": (bool,), "str | None": (str, type(None))}.get(
+CHECKPOINT_TYPES = tuple(  # of each field in order: those that JSON gives it
+    {"int": (int,), "str": (str,), "bool": (bool,), "str | None": (str, type(None))}.get(
         annotation, (list,) if annotation.startswith("list") else (dict,)
     )
-    for name, annotation in Checkpoint.__annotations__.items()
-}
+    for annotation in Checkpoint.__annotations__.values()
+)
 INNER_FIELDS: dict[str, set[str]] = {
     "totals": {"read", "rejected", "batches", "counts"},
     "link": {"read", "rejected", "staged", "counts", "first_key", "last_key", "elapsed_s"},
@@ -2408,17 +2408,20 @@ def _checkpoint_of(body: bytes) -> Checkpoint:
         fields = _strict.decode(body.decode())
     except (ValueError, RecursionError) as error:
         raise BrokenCheckpoint("its body is not JSON") from error
-    if not isinstance(fields, dict) or fields.keys() != CHECKPOINT_FIELDS.keys():
-        raise BrokenCheckpoint("its body has not the fields of a checkpoint")
-    wrong = [name for name, kinds in CHECKPOINT_FIELDS.items() if type(fields[name]) not in kinds]
-    wrong = wrong or [name for name in INNER_FIELDS if fields[name].keys() != INNER_FIELDS[name]]
+    try:
+        checkpoint = Checkpoint(**fields)
+    except TypeError as error:
+        raise BrokenCheckpoint("its body has not the fields of a checkpoint") from error
+    found = zip(Checkpoint._fields, checkpoint, CHECKPOINT_TYPES, strict=True)
+    wrong = [name for name, value, types in found if type(value) not in types]
+    wrong = wrong or [name for name, inner in INNER_FIELDS.items() if fields[name].keys() != inner]
     if wrong:
         raise BrokenCheckpoint(f"its field `{wrong[0]}` is not what it should be")
     try:
-        decode_cursor(fields["cursor"])
+        decode_cursor(checkpoint.cursor)
     except Exception as error:
         raise BrokenCheckpoint("its cursor cannot be decoded") from error
-    return Checkpoint(**fields)
+    return checkpoint
 
 
 class CheckpointStore:
@@ -3643,8 +3646,7 @@ class Ledger:
 
     def _insert(self, table: str, **columns: object) -> int:
         """Insert a row and return its rowid; lists and dicts become JSON."""
-        names, places = ", ".join(columns), ", ".join(f":{name}" for name in columns)
-        self._sql(f"INSERT INTO {table} ({names}) VALUES ({places})", bound_values(columns))
+        self._sql(insert_sql(table, *columns), bound_values(columns))
         return self._connection.last_insert_rowid()
 
     def _set(self, table: str, which: dict[str, object], **columns: object) -> None:
@@ -3682,6 +3684,13 @@ class Ledger:
 def _reject_row(row: Sequence[Any]) -> RejectRow:
     made = dict(zip(RejectRow._fields, row, strict=True))
     return RejectRow(**{**made, "spot": (made["spot"], made["number"], made["place"])})
+
+
+@functools.cache
+def insert_sql(table: str, *columns: str) -> str:
+    """Return the statement that inserts named values, always the same text for the same columns."""
+    places = ", ".join(f":{name}" for name in columns)
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({places})"
 
 
 def bound_values(columns: Mapping[str, object]) -> dict[str, object]:
@@ -5606,15 +5615,23 @@ class Course:
     def __init__(self, run: Run, generation: int, checkpoint: Checkpoint | None = None) -> None:
         self.run, self.generation, self.hash = run, generation, run.hash
         self.number = self.read = self.rejected = self.batches = 0
-        self.loop, self.cursor, self.ended = "", None, False
-        self.source: str | None = None
         self.passed: list[list[Any]] = []
         self.marks: dict[str, int] = {}
         self.counts: dict[str, int] = {}
+        self.loop, self.cursor, self.ended = "", None, False
+        self.source: str | None = None
         if checkpoint is not None:
-            vars(self).update(checkpoint.totals, number=checkpoint.number)
-            self.passed, self.marks = list(checkpoint.passed), dict(checkpoint.marks)
-        if checkpoint is not None and checkpoint.kind == "batch":
+            self.move_to(checkpoint, run.hash)
+
+    def move_to(self, checkpoint: Checkpoint, digest: str) -> None:
+        """Stand at a checkpoint, after its commit as at a resume."""
+        self.number, self.hash = checkpoint.number, digest
+        self.passed, self.marks = checkpoint.passed, checkpoint.marks
+        totals = checkpoint.totals
+        self.read, self.rejected = totals["read"], totals["rejected"]
+        self.batches, self.counts = totals["batches"], totals["counts"]
+        self.loop, self.cursor, self.ended, self.source = "", None, False, None
+        if checkpoint.kind == "batch":
             self.loop, self.ended = checkpoint.loop, checkpoint.ended
             self.cursor, self.source = decode_cursor(checkpoint.cursor), checkpoint.source
 
@@ -8264,8 +8281,7 @@ class Worker:
         except BaseException:
             self._store.discard(temporary)
             raise
-        behind = Course(course.run, course.generation, checkpoint)  # as a resume would
-        vars(course).update(vars(behind), hash=digest)
+        course.move_to(checkpoint, digest)
         self._marked_at = self._host.monotonic()
         self._own_s = self._marked_at - began
 
