@@ -127,28 +127,16 @@ if not TYPE_CHECKING:
 class RunState(StrEnum):
     """The nine states of a run."""
 
-    WAITING = "waiting"
-    RESERVED = "reserved"
-    RUNNING = "running"
-    AWAITING = "awaiting"
-    PAUSED = "paused"
-    INTERRUPTED = "interrupted"
-    FAILED = "failed"
-    SUCCEEDED = "succeeded"
-    CANCELLED = "cancelled"
+    WAITING = "waiting"  # asked for and durably stored, not admitted yet
+    RESERVED = "reserved"  # admitted and owned by a live supervisor; no batch has begun
+    RUNNING = "running"  # a live worker holds the job's lock
+    AWAITING = "awaiting"  # stopped until a person or the outside answers; no process is needed
+    PAUSED = "paused"  # stopped at a safe point on purpose; will go on
+    INTERRUPTED = "interrupted"  # the process went away without deciding
+    FAILED = "failed"  # the job raised, and plan B was to fail
+    SUCCEEDED = "succeeded"  # everything was read and committed
+    CANCELLED = "cancelled"  # someone decided that it shall not go on
 
-
-STATE_SENTENCES = {
-    RunState.WAITING: "asked for and durably stored, not admitted yet",
-    RunState.RESERVED: "admitted and owned by a live supervisor; no batch has begun",
-    RunState.RUNNING: "a live worker holds the job's lock",
-    RunState.AWAITING: "stopped until a person or the outside answers; no process is needed",
-    RunState.PAUSED: "stopped at a safe point on purpose; will go on",
-    RunState.INTERRUPTED: "the process went away without deciding",
-    RunState.FAILED: "the job raised, and plan B was to fail",
-    RunState.SUCCEEDED: "everything was read and committed",
-    RunState.CANCELLED: "someone decided that it shall not go on",
-}
 
 FINISHED = (RunState.SUCCEEDED, RunState.CANCELLED)
 
@@ -5190,6 +5178,9 @@ MARK_TABLE = """CREATE TABLE IF NOT EXISTS batchrun_mark (
   first_key TEXT, last_key TEXT, cursor TEXT, counts TEXT NOT NULL, PRIMARY KEY (run, loop))"""
 
 
+# -- declaring a job -----------------------------------------------------------------
+
+
 class Job:
     """A job's function and what it declares; what the `job` decorator returns.
 
@@ -5334,6 +5325,8 @@ def _imported(name: str, path: Path) -> Any:
         ) from error
     return module
 
+
+# -- its contract --------------------------------------------------------------------
 
 LOOP_NAME_MAX = 200
 CONTRACT = {  # what a job must not do: what it did, why that is refused, what to do instead
@@ -5586,6 +5579,9 @@ def call_cleanup(cleanup: Cleanup) -> None:
     getattr(importlib.import_module(module), name)(**cleanup.arguments)
 
 
+# -- where a run stands --------------------------------------------------------------
+
+
 class Link:
     """One commit in the making: of a `batch`, the end of a `loop`, or a `step`, by its name."""
 
@@ -5640,6 +5636,9 @@ class Course:
         """Kind and name of the loops and steps that the checkpoint knows, in their order."""
         begun = [("loop", self.loop)] if self.loop else []
         return [(kind, name) for kind, name, *_ in self.passed] + begun
+
+
+# -- targets -------------------------------------------------------------------------
 
 
 class Target:
@@ -5745,7 +5744,7 @@ class PsycopgTarget(Target):
         return bool(_tuple(row)[0])
 
 
-TARGETS = {
+DRIVERS = {  # module of a connection -> its target, and the driver's placeholder
     "apsw": (SqliteTarget, "?"),
     "sqlite3": (SqliteTarget, "?"),
     "psycopg": (PsycopgTarget, "%s"),
@@ -5762,11 +5761,11 @@ def open_target(connection: Any) -> Target:
     """
     for kind in type(connection).__mro__:
         driver = kind.__module__.partition(".")[0]
-        if driver in TARGETS and kind.__name__ == "Connection":
-            known, placeholder = TARGETS[driver]
+        if driver in DRIVERS and kind.__name__ == "Connection":
+            known, placeholder = DRIVERS[driver]
             return known(connection, placeholder)
         style = getattr(sys.modules.get(driver), "paramstyle", None)
-        if driver not in TARGETS and style in PLACEHOLDERS and hasattr(connection, "commit"):
+        if driver not in DRIVERS and style in PLACEHOLDERS and hasattr(connection, "commit"):
             return Target(connection, PLACEHOLDERS[style])
     raise broken("unfit target", kind=type(connection).__name__)
 
@@ -5925,6 +5924,9 @@ def mark_in(path: Path, run: str, loop: str) -> int | None:
             return cast("int | None", target.execute(sql, (run, loop)).get)
     except apsw.Error:
         return None
+
+
+# -- batches, loops, and what a job is given -----------------------------------------
 
 
 class Batch:
@@ -6468,6 +6470,9 @@ class Context(Generic[S]):
 def _through_json(value: Any) -> Any:
     """Return a copy of a value, whatever its owner does to it later."""
     return json.loads(_compact(value))
+
+
+# -- databases -----------------------------------------------------------------------
 
 
 class CountingCursor(apsw.Cursor):
@@ -7465,8 +7470,17 @@ class Reader:
 # What a start refuses, `repair` mends: it copies everything aside, then lets the ledger stand where
 # the checkpoints do.
 
-START, GO_ON, FORWARD, REWRITE, REFUSE = "start", "go on", "forward", "rewrite", "refuse"
 LOG_LIMIT_BYTES = 64_000_000
+
+
+class Action(StrEnum):
+    """What a start has to do with what it finds."""
+
+    START = "start"
+    GO_ON = "go on"
+    FORWARD = "forward"  # the ledger, by the commit that only the checkpoint has
+    REWRITE = "rewrite"  # the checkpoint, from the ledger's copy
+    REFUSE = "refuse"
 
 
 class Found(NamedTuple):
@@ -7498,54 +7512,58 @@ class Found(NamedTuple):
         return self.broken or older
 
 
-VERDICTS: tuple[tuple[str, str, Callable[[Found], bool]], ...] = (
+VERDICTS: tuple[tuple[Action, str, Callable[[Found], bool]], ...] = (
     (
-        START,
+        Action.START,
         "no checkpoint and no commit in the ledger",
         lambda f: f.checkpoint is None and not f.broken and f.run.number == 0,
     ),
     (
-        REFUSE,
+        Action.REFUSE,
         "the checkpoint is missing or broken, and the ledger has no valid copy of it",
         lambda f: f.checkpoint is None and f.copy is None,
     ),
     (
-        REWRITE,
+        Action.REWRITE,
         "the checkpoint is missing or broken; the ledger has its bytes",
         lambda f: f.checkpoint is None,
     ),
     (
-        REFUSE,
+        Action.REFUSE,
         "the checkpoint belongs to another ledger, job or run",
         lambda f: (f.file.ledger, f.file.job, f.file.run) != (f.ledger, f.run.job, f.run.id),
     ),
     (
-        REFUSE,
+        Action.REFUSE,
         "the checkpoint's generation is newer than the ledger's",
         lambda f: f.file.generation > f.run.generation,
     ),
     (
-        REFUSE,
+        Action.REFUSE,
         "the ledger is behind the events that the checkpoint names",
         lambda f: f.file.event > f.newest_event,
     ),
-    (GO_ON, "checkpoint and ledger agree", lambda f: f.ahead == 0 and f.digest == f.run.hash),
     (
-        FORWARD,
+        Action.GO_ON,
+        "checkpoint and ledger agree",
+        lambda f: f.ahead == 0 and f.digest == f.run.hash,
+    ),
+    (
+        Action.FORWARD,
         "the checkpoint is one commit ahead and hangs on the ledger's newest",
         lambda f: f.ahead == 1 and f.file.previous == f.run.hash,
     ),
     (
-        REWRITE,
+        Action.REWRITE,
         "the checkpoint is older than the ledger and is that link of its chain",
         lambda f: f.ahead < 0 and f.digest == f.ancestor and f.copy is not None,
     ),
-    (REFUSE, "the checkpoint does not fit the ledger's chain of commits", lambda _: True),
+    (Action.REFUSE, "the checkpoint does not fit the ledger's chain of commits", lambda _: True),
 )
 
 
-def verdict(found: Found) -> tuple[str, str]:
-    """Return what a start has to do (START, GO_ON, ...) and the sentence that says why."""
+def verdict(found: Found) -> tuple[Action, str]:
+    """Return what a start has to do, and the sentence that says why."""
     return next((action, why) for action, why, applies in VERDICTS if applies(found))
 
 
@@ -7589,13 +7607,13 @@ def agree(ledger: Ledger, store: CheckpointStore, run: Run, *, anew: bool) -> Ag
     found = look(ledger, store, run)
     action, why = verdict(found)
     path = store.path(run.id)
-    if action == REFUSE:
+    if action == Action.REFUSE:
         raise cannot_agree(found, why, path)
-    if action == REWRITE:
+    if action == Action.REWRITE:
         at = f"restored from the ledger's copy of commit {run.number}"
         return Agreement(f"the checkpoint {path} was {found.fault}: {at}", content=found.copy)
-    content = checkpoint_bytes(found.file)[0] if anew and action != START else None
-    if action == FORWARD:
+    content = checkpoint_bytes(found.file)[0] if anew and action != Action.START else None
+    if action == Action.FORWARD:
         held = f"commit {found.file.number} was in the checkpoint only"
         said = f"{held}: the ledger is rolled forward"
         return Agreement(said, forward=found.file, content=content)
@@ -7698,9 +7716,9 @@ def check_run(ledger: Ledger, store: CheckpointStore, run: Run) -> list[Finding]
     except NewerFormat as error:
         return [*findings, Finding(f"{name}: {error.what}", error.why, error.todo)]
     action, why = verdict(found)
-    if action == REFUSE:
+    if action == Action.REFUSE:
         findings.append(Finding(f"{name}: {why}", found.broken, "batchrun repair"))
-    elif action in (FORWARD, REWRITE) and not run.finished:
+    elif action in (Action.FORWARD, Action.REWRITE) and not run.finished:
         findings.append(Finding(f"{name}: {why}", found.broken, f"batchrun resume {run.id}"))
     stands = parse_checkpoint(run.checkpoint)[0] if run.checkpoint else found.checkpoint
     if found.checkpoint is not None and found.ahead >= 0:
@@ -7739,7 +7757,7 @@ def repairs(ledger: Ledger, store: CheckpointStore) -> list[tuple[str, Checkpoin
             found.append(("the ledger does not know this run", checkpoint))
             continue
         action, why = verdict(look(ledger, store, run))
-        if action == REFUSE:
+        if action == Action.REFUSE:
             found.append((why, checkpoint))
     return found
 
@@ -9321,8 +9339,9 @@ def render_one_status(job: dict[str, Any]) -> str:
     """Return how one job stands: what the table says, why, and the line to type."""
     since = f" since {moment_text(job['since'])}" if job["since"] else ""
     lines = [f"{job['job']}: {state_text(job)}{since}"]
-    lines += [f"  run           {job['run']}"] * bool(job["run"])
-    lines += [f"  records       {of_all_text(job)}"] * bool(job["run"])
+    if job["run"]:
+        lines.append(f"  run           {job['run']}")
+        lines.append(f"  records       {of_all_text(job)}")
     lines.append(f"  last success  {moment_text(job['last_success'])}")
     lines.append(f"  skipped       {job['refused_since_success']} starts since")
     lines += [f"  why           {line}" for line in job["why"].splitlines()]
@@ -9338,10 +9357,12 @@ def render_report(summary: dict[str, Any]) -> str:
     lines.append(f"  records   {counts_text(summary)}")
     lines.append(f"  commits   {summary['number']}, of them {summary['batches']} batches")
     lines.append(f"  time      {time_text(summary)}")
-    lines += [f"  error     {summary['error']}"] * bool(summary["error"])
+    if summary["error"]:
+        lines.append(f"  error     {summary['error']}")
     lines.append("attempts")
     lines += [line for attempt in summary["attempts"] for line in render_attempt(attempt)]
-    lines += ["rejected records"] * bool(summary["rejects"])
+    if summary["rejects"]:
+        lines.append("rejected records")
     lines += [f"  commit {r['number']}  {r['record']}: {r['reason']}" for r in summary["rejects"]]
     lines += ["recorded cleanups"] * bool(summary["cleanups"])
     lines += [render_cleanup(cleanup) for cleanup in summary["cleanups"]]
@@ -9903,7 +9924,7 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
         with app.ledger(write=False) as ledger:
             app.find_run(ledger, run)
     repair = Repair(repair.lost, adopt)
-    lines = [f"the ledger is made anew: {repair.lost}"] * bool(repair.lost)
+    lines = [f"the ledger is made anew: {repair.lost}"] if repair.lost else []
     lines += [f"run {c.run} of {c.job}: {why}; adopt its commit {c.number}" for why, c in adopt]
     documents = [{"run": c.run, "job": c.job, "number": c.number, "why": why} for why, c in adopt]
     aside: list[Path] = []

@@ -18,23 +18,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
-    "Vocabulary": 430,
+    "Vocabulary": 420,
     "Host": 630,
     "Configuration": 970,
     "Checkpoints": 370,
-    "Ledger": 1_515,
+    "Ledger": 1_520,
     "Locks and maintenance": 255,
     "Health": 865,
-    "Jobs": 2_300,
+    "Jobs": 2_330,
     "Operations": 200,
-    "Recovery": 445,
+    "Recovery": 460,
     "Worker": 645,
     "Supervisor": 645,
     "Reports": 265,
     "Command line": 770,
 }
 COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 10_306  # must stay under
+LINES_IN_ALL = 10_350  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
