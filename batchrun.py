@@ -4104,10 +4104,14 @@ class JobLock:
 
 
 def holds_lock(descriptor: int, path: Path) -> bool:
-    """Tell whether a lock's descriptor and its path still mean the same file."""
+    """Tell whether a lock's descriptor and its path still mean the same file.
+
+    Raises:
+        OSError: the disk does not answer, which says nothing about who holds the lock.
+    """
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
@@ -8291,8 +8295,10 @@ class Worker:
                 self._store.publish(self._run.id, temporary, number)
 
         try:
-            reach("commit.prepared", number)
-            if not holds_lock(self._order.lock, self._lock_path):
+            with disk_letters(folder, host):
+                reach("commit.prepared", number)
+                is_ours = holds_lock(self._order.lock, self._lock_path)
+            if not is_ours:
                 raise lost_ownership(course.run, course.generation)
             commit = self._ledger.commit
             self.gate.request = commit(course.run, checkpoint, content, digest, spent, publish)

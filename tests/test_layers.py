@@ -23,7 +23,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Configuration": 970,
     "Checkpoints": 370,
     "Ledger": 1_520,
-    "Locks and maintenance": 255,
+    "Locks and maintenance": 260,
     "Health": 865,
     "Jobs": 2_330,
     "Operations": 200,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 770,
 }
 COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 10_350  # must stay under
+LINES_IN_ALL = 10_355  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
