@@ -127,28 +127,16 @@ if not TYPE_CHECKING:
 class RunState(StrEnum):
     """The nine states of a run."""
 
-    WAITING = "waiting"
-    RESERVED = "reserved"
-    RUNNING = "running"
-    AWAITING = "awaiting"
-    PAUSED = "paused"
-    INTERRUPTED = "interrupted"
-    FAILED = "failed"
-    SUCCEEDED = "succeeded"
-    CANCELLED = "cancelled"
+    WAITING = "waiting"  # asked for and durably stored, not admitted yet
+    RESERVED = "reserved"  # admitted and owned by a live supervisor; no batch has begun
+    RUNNING = "running"  # a live worker holds the job's lock
+    AWAITING = "awaiting"  # stopped until a person or the outside answers; no process is needed
+    PAUSED = "paused"  # stopped at a safe point on purpose; will go on
+    INTERRUPTED = "interrupted"  # the process went away without deciding
+    FAILED = "failed"  # the batch was not to be tried again, and plan B was to fail
+    SUCCEEDED = "succeeded"  # everything was read and committed
+    CANCELLED = "cancelled"  # someone decided that it shall not go on
 
-
-STATE_SENTENCES = {
-    RunState.WAITING: "asked for and durably stored, not admitted yet",
-    RunState.RESERVED: "admitted and owned by a live supervisor; no batch has begun",
-    RunState.RUNNING: "a live worker holds the job's lock",
-    RunState.AWAITING: "stopped until a person or the outside answers; no process is needed",
-    RunState.PAUSED: "stopped at a safe point on purpose; will go on",
-    RunState.INTERRUPTED: "the process went away without deciding",
-    RunState.FAILED: "the batch was not to be tried again, and plan B was to fail",
-    RunState.SUCCEEDED: "everything was read and committed",
-    RunState.CANCELLED: "someone decided that it shall not go on",
-}
 
 FINISHED = (RunState.SUCCEEDED, RunState.CANCELLED)
 
@@ -2529,12 +2517,12 @@ class Checkpoint(NamedTuple):
     at: str  # wall time
 
 
-CHECKPOINT_FIELDS: dict[str, tuple[type, ...]] = {
-    name: {"int": (int,), "str": (str,), "bool": (bool,), "str | None": (str, type(None))}.get(
+CHECKPOINT_TYPES = tuple(  # of each field in order: those that JSON gives it
+    {"int": (int,), "str": (str,), "bool": (bool,), "str | None": (str, type(None))}.get(
         annotation, (list,) if annotation.startswith("list") else (dict,)
     )
-    for name, annotation in Checkpoint.__annotations__.items()
-}
+    for annotation in Checkpoint.__annotations__.values()
+)
 INNER_FIELDS: dict[str, set[str]] = {
     "totals": {"read", "rejected", "batches", "counts"},
     "link": {"read", "rejected", "staged", "counts", "first_key", "last_key", "elapsed_s"},
@@ -2603,17 +2591,20 @@ def _checkpoint_of(body: bytes) -> Checkpoint:
         fields = _strict.decode(body.decode())
     except (ValueError, RecursionError) as error:
         raise BrokenCheckpoint("its body is not JSON") from error
-    if not isinstance(fields, dict) or fields.keys() != CHECKPOINT_FIELDS.keys():
-        raise BrokenCheckpoint("its body has not the fields of a checkpoint")
-    wrong = [name for name, kinds in CHECKPOINT_FIELDS.items() if type(fields[name]) not in kinds]
-    wrong = wrong or [name for name in INNER_FIELDS if fields[name].keys() != INNER_FIELDS[name]]
+    try:
+        checkpoint = Checkpoint(**fields)
+    except TypeError as error:
+        raise BrokenCheckpoint("its body has not the fields of a checkpoint") from error
+    found = zip(Checkpoint._fields, checkpoint, CHECKPOINT_TYPES, strict=True)
+    wrong = [name for name, value, types in found if type(value) not in types]
+    wrong = wrong or [name for name, inner in INNER_FIELDS.items() if fields[name].keys() != inner]
     if wrong:
         raise BrokenCheckpoint(f"its field `{wrong[0]}` is not what it should be")
     try:
-        decode_cursor(fields["cursor"])
+        decode_cursor(checkpoint.cursor)
     except Exception as error:
         raise BrokenCheckpoint("its cursor cannot be decoded") from error
-    return Checkpoint(**fields)
+    return checkpoint
 
 
 class CheckpointStore:
@@ -4154,8 +4145,7 @@ class Ledger:
 
     def _insert(self, table: str, **columns: object) -> int:
         """Insert a row and return its rowid; lists and dicts become JSON."""
-        names, places = ", ".join(columns), ", ".join(f":{name}" for name in columns)
-        self._sql(f"INSERT INTO {table} ({names}) VALUES ({places})", bound_values(columns))
+        self._sql(insert_sql(table, *columns), bound_values(columns))
         return self._connection.last_insert_rowid()
 
     def _set(self, table: str, which: dict[str, object], **columns: object) -> None:
@@ -4193,6 +4183,13 @@ class Ledger:
 def _reject_row(row: Sequence[Any]) -> RejectRow:
     made = dict(zip(RejectRow._fields, row, strict=True))
     return RejectRow(**{**made, "spot": (made["spot"], made["number"], made["place"])})
+
+
+@functools.cache
+def insert_sql(table: str, *columns: str) -> str:
+    """Return the statement that inserts named values, always the same text for the same columns."""
+    places = ", ".join(f":{name}" for name in columns)
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({places})"
 
 
 def bound_values(columns: Mapping[str, object]) -> dict[str, object]:
@@ -4654,10 +4651,14 @@ class JobLock:
 
 
 def holds_lock(descriptor: int, path: Path) -> bool:
-    """Tell whether a lock's descriptor and its path still mean the same file."""
+    """Tell whether a lock's descriptor and its path still mean the same file.
+
+    Raises:
+        OSError: the disk does not answer, which says nothing about who holds the lock.
+    """
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
@@ -5889,6 +5890,9 @@ MARK_TABLE = """CREATE TABLE IF NOT EXISTS batchrun_mark (
   first_key TEXT, last_key TEXT, cursor TEXT, counts TEXT NOT NULL, PRIMARY KEY (run, loop))"""
 
 
+# -- declaring a job -----------------------------------------------------------------
+
+
 class Job:
     """A job's function and what it declares; what the `job` decorator returns.
 
@@ -6072,6 +6076,8 @@ def _imported(name: str, path: Path) -> Any:
         ) from error
     return module
 
+
+# -- its contract --------------------------------------------------------------------
 
 LOOP_NAME_MAX = 200
 CONTRACT = {  # what a job must not do: what it did, why that is refused, what to do instead
@@ -6327,6 +6333,9 @@ def call_cleanup(cleanup: Cleanup) -> None:
     getattr(importlib.import_module(module), name)(**cleanup.arguments)
 
 
+# -- where a run stands --------------------------------------------------------------
+
+
 class Link:
     """One commit in the making: a `batch`, the end of a `loop`, a `step` or an `approval`."""
 
@@ -6357,15 +6366,23 @@ class Course:
     def __init__(self, run: Run, generation: int, checkpoint: Checkpoint | None = None) -> None:
         self.run, self.generation, self.hash = run, generation, run.hash
         self.number = self.read = self.rejected = self.batches = 0
-        self.loop, self.cursor, self.ended = "", None, False
-        self.source: str | None = None
         self.passed: list[list[Any]] = []
         self.marks: dict[str, int] = {}
         self.counts: dict[str, int] = {}
+        self.loop, self.cursor, self.ended = "", None, False
+        self.source: str | None = None
         if checkpoint is not None:
-            vars(self).update(checkpoint.totals, number=checkpoint.number)
-            self.passed, self.marks = list(checkpoint.passed), dict(checkpoint.marks)
-        if checkpoint is not None and checkpoint.kind == "batch":
+            self.move_to(checkpoint, run.hash)
+
+    def move_to(self, checkpoint: Checkpoint, digest: str) -> None:
+        """Stand at a checkpoint, after its commit as at a resume."""
+        self.number, self.hash = checkpoint.number, digest
+        self.passed, self.marks = checkpoint.passed, checkpoint.marks
+        totals = checkpoint.totals
+        self.read, self.rejected = totals["read"], totals["rejected"]
+        self.batches, self.counts = totals["batches"], totals["counts"]
+        self.loop, self.cursor, self.ended, self.source = "", None, False, None
+        if checkpoint.kind == "batch":
             self.loop, self.ended = checkpoint.loop, checkpoint.ended
             self.cursor, self.source = decode_cursor(checkpoint.cursor), checkpoint.source
 
@@ -6374,6 +6391,9 @@ class Course:
         """Kind and name of the loops and steps that the checkpoint knows, in their order."""
         begun = [("loop", self.loop)] if self.loop else []
         return [(kind, name) for kind, name, *_ in self.passed] + begun
+
+
+# -- targets -------------------------------------------------------------------------
 
 
 class Target:
@@ -6479,7 +6499,7 @@ class PsycopgTarget(Target):
         return bool(_tuple(row)[0])
 
 
-TARGETS = {
+DRIVERS = {  # module of a connection -> its target, and the driver's placeholder
     "apsw": (SqliteTarget, "?"),
     "sqlite3": (SqliteTarget, "?"),
     "psycopg": (PsycopgTarget, "%s"),
@@ -6496,11 +6516,11 @@ def open_target(connection: Any) -> Target:
     """
     for kind in type(connection).__mro__:
         driver = kind.__module__.partition(".")[0]
-        if driver in TARGETS and kind.__name__ == "Connection":
-            known, placeholder = TARGETS[driver]
+        if driver in DRIVERS and kind.__name__ == "Connection":
+            known, placeholder = DRIVERS[driver]
             return known(connection, placeholder)
         style = getattr(sys.modules.get(driver), "paramstyle", None)
-        if driver not in TARGETS and style in PLACEHOLDERS and hasattr(connection, "commit"):
+        if driver not in DRIVERS and style in PLACEHOLDERS and hasattr(connection, "commit"):
             return Target(connection, PLACEHOLDERS[style])
     raise broken("unfit target", kind=type(connection).__name__)
 
@@ -6659,6 +6679,9 @@ def mark_in(path: Path, run: str, loop: str) -> int | None:
             return cast("int | None", target.execute(sql, (run, loop)).get)
     except apsw.Error:
         return None
+
+
+# -- batches, loops, and what a job is given -----------------------------------------
 
 
 class Batch:
@@ -6998,21 +7021,21 @@ class Context(Generic[S]):
         with self._own_code():
             mark = self._meet("step", name, target)
             if self._is_passed:
-                return self._course.passed[len(self._met) - 1][2]
+                return _through_json(self._course.passed[len(self._met) - 1][2])
             self._driver.pass_gate()
         link = Link("step", name, began=self._host.monotonic())
         self._step = name
         try:
             with mark.transaction(self, link) if mark else contextlib.nullcontext() as cursor:
-                link.result = call(cursor) if mark else call()
-                self._require_json(link)
+                result = call(cursor) if mark else call()
+                link.result = self._as_json(name, result)
         except BaseException as error:
             self._broken = self._broken or error  # a step that failed is not passed over
             raise
         with self._own_code():
             self._driver.commit(link)
             self._step = ""
-        return link.result
+        return result
 
     def approval(self, name: str, summary: str) -> Approval:
         """Return a person's answer; until `batchrun approve RUN NAME` gives it, end the attempt.
@@ -7203,14 +7226,13 @@ class Context(Generic[S]):
         if self._current is not None:
             raise broken("read on", number=self._current.number)
 
-    def _require_json(self, link: Link) -> None:
-        """Refuse a step's result that is not the same after a way through JSON."""
-        try:
-            same = json.loads(_compact(link.result)) == link.result
-        except (TypeError, ValueError):
-            same = False
-        if not same:
-            raise broken("not JSON", step=link.loop, result=link.result)
+    def _as_json(self, step: str, result: Any) -> Any:
+        """Return a copy of a step's result; refuse one that is not the same in JSON."""
+        with contextlib.suppress(TypeError, ValueError):
+            kept = _through_json(result)
+            if kept == result:
+                return kept
+        raise broken("not JSON", step=step, result=result)
 
     def _receive(self, yielded: object) -> None:
         """Check what the job yielded, and commit it."""
@@ -7240,6 +7262,14 @@ class Context(Generic[S]):
             raise broken("unread", loop=self._loops[-1].name)
         if len(self._met) < len(self._course.order):
             raise self._other_order()
+
+
+def _through_json(value: Any) -> Any:
+    """Return a copy of a value, whatever its owner does to it later."""
+    return json.loads(_compact(value))
+
+
+# -- databases -----------------------------------------------------------------------
 
 
 class CountingCursor(apsw.Cursor):
@@ -8240,8 +8270,17 @@ class Reader:
 # Whether a start goes on with an unfinished run at all is said by one table, ANSWERS, which the
 # admission and `status` share.
 
-START, GO_ON, FORWARD, REWRITE, REFUSE = "start", "go on", "forward", "rewrite", "refuse"
 LOG_LIMIT_BYTES = 64_000_000
+
+
+class Action(StrEnum):
+    """What a start has to do with what it finds."""
+
+    START = "start"
+    GO_ON = "go on"
+    FORWARD = "forward"  # the ledger, by the commit that only the checkpoint has
+    REWRITE = "rewrite"  # the checkpoint, from the ledger's copy
+    REFUSE = "refuse"
 
 
 class Found(NamedTuple):
@@ -8273,54 +8312,58 @@ class Found(NamedTuple):
         return self.broken or older
 
 
-VERDICTS: tuple[tuple[str, str, Callable[[Found], bool]], ...] = (
+VERDICTS: tuple[tuple[Action, str, Callable[[Found], bool]], ...] = (
     (
-        START,
+        Action.START,
         "no checkpoint and no commit in the ledger",
         lambda f: f.checkpoint is None and not f.broken and f.run.number == 0,
     ),
     (
-        REFUSE,
+        Action.REFUSE,
         "the checkpoint is missing or broken, and the ledger has no valid copy of it",
         lambda f: f.checkpoint is None and f.copy is None,
     ),
     (
-        REWRITE,
+        Action.REWRITE,
         "the checkpoint is missing or broken; the ledger has its bytes",
         lambda f: f.checkpoint is None,
     ),
     (
-        REFUSE,
+        Action.REFUSE,
         "the checkpoint belongs to another ledger, job or run",
         lambda f: (f.file.ledger, f.file.job, f.file.run) != (f.ledger, f.run.job, f.run.id),
     ),
     (
-        REFUSE,
+        Action.REFUSE,
         "the checkpoint's generation is newer than the ledger's",
         lambda f: f.file.generation > f.run.generation,
     ),
     (
-        REFUSE,
+        Action.REFUSE,
         "the ledger is behind the events that the checkpoint names",
         lambda f: f.file.event > f.newest_event,
     ),
-    (GO_ON, "checkpoint and ledger agree", lambda f: f.ahead == 0 and f.digest == f.run.hash),
     (
-        FORWARD,
+        Action.GO_ON,
+        "checkpoint and ledger agree",
+        lambda f: f.ahead == 0 and f.digest == f.run.hash,
+    ),
+    (
+        Action.FORWARD,
         "the checkpoint is one commit ahead and hangs on the ledger's newest",
         lambda f: f.ahead == 1 and f.file.previous == f.run.hash,
     ),
     (
-        REWRITE,
+        Action.REWRITE,
         "the checkpoint is older than the ledger and is that link of its chain",
         lambda f: f.ahead < 0 and f.digest == f.ancestor and f.copy is not None,
     ),
-    (REFUSE, "the checkpoint does not fit the ledger's chain of commits", lambda _: True),
+    (Action.REFUSE, "the checkpoint does not fit the ledger's chain of commits", lambda _: True),
 )
 
 
-def verdict(found: Found) -> tuple[str, str]:
-    """Return what a start has to do (START, GO_ON, ...) and the sentence that says why."""
+def verdict(found: Found) -> tuple[Action, str]:
+    """Return what a start has to do, and the sentence that says why."""
     return next((action, why) for action, why, applies in VERDICTS if applies(found))
 
 
@@ -8364,13 +8407,13 @@ def agree(ledger: Ledger, store: CheckpointStore, run: Run, *, anew: bool) -> Ag
     found = look(ledger, store, run)
     action, why = verdict(found)
     path = store.path(run.id)
-    if action == REFUSE:
+    if action == Action.REFUSE:
         raise cannot_agree(found, why, path)
-    if action == REWRITE:
+    if action == Action.REWRITE:
         at = f"restored from the ledger's copy of commit {run.number}"
         return Agreement(f"the checkpoint {path} was {found.fault}: {at}", content=found.copy)
-    content = checkpoint_bytes(found.file)[0] if anew and action != START else None
-    if action == FORWARD:
+    content = checkpoint_bytes(found.file)[0] if anew and action != Action.START else None
+    if action == Action.FORWARD:
         held = f"commit {found.file.number} was in the checkpoint only"
         said = f"{held}: the ledger is rolled forward"
         return Agreement(said, forward=found.file, content=content)
@@ -8473,9 +8516,9 @@ def check_run(ledger: Ledger, store: CheckpointStore, run: Run) -> list[Finding]
     except NewerFormat as error:
         return [*findings, Finding(f"{name}: {error.what}", error.why, error.todo)]
     action, why = verdict(found)
-    if action == REFUSE:
+    if action == Action.REFUSE:
         findings.append(Finding(f"{name}: {why}", found.broken, "batchrun repair"))
-    elif action in (FORWARD, REWRITE) and not run.finished:
+    elif action in (Action.FORWARD, Action.REWRITE) and not run.finished:
         findings.append(Finding(f"{name}: {why}", found.broken, f"batchrun resume {run.id}"))
     stands = parse_checkpoint(run.checkpoint)[0] if run.checkpoint else found.checkpoint
     if found.checkpoint is not None and found.ahead >= 0:
@@ -8514,7 +8557,7 @@ def repairs(ledger: Ledger, store: CheckpointStore) -> list[tuple[str, Checkpoin
             found.append(("the ledger does not know this run", checkpoint))
             continue
         action, why = verdict(look(ledger, store, run))
-        if action == REFUSE:
+        if action == Action.REFUSE:
             found.append((why, checkpoint))
     return found
 
@@ -8591,9 +8634,9 @@ def standing_checkpoint(ledger: Ledger, store: CheckpointStore, run: Run) -> Che
         run = now
         found = look(ledger, store, run)
     action, why = verdict(found)
-    if action == REFUSE:
+    if action == Action.REFUSE:
         raise cannot_agree(found, why, store.path(run.id))
-    return parse_checkpoint(found.copy or b"")[0] if action == REWRITE else found.checkpoint
+    return parse_checkpoint(found.copy or b"")[0] if action == Action.REWRITE else found.checkpoint
 
 
 def require_loads(
@@ -8694,18 +8737,29 @@ def adopt_newest(state: StateDirectory, checkpoints: list[Checkpoint], host: Hos
 
 # -- who goes on with an unfinished run ------------------------------------------------------------
 
-SKIP, BUSY = "skip", "busy"
+
+class Reply(StrEnum):
+    """What a start does with an unfinished run."""
+
+    GO_ON = "go on"
+    REFUSE = "refuse"  # 13
+    BUSY = "busy"  # 11
+    SKIP = "skip"
+
+
 STARTS = ("run", "fresh", "resume", "tick")  # `run`, `run --fresh`, `resume RUN`, `resume --all`
 
-ANSWERS = {  # how an unfinished run stands -> what each of STARTS does; REFUSE is 13, BUSY 11
-    "has a live owner": (BUSY, BUSY, BUSY, SKIP),  # the lock says so, before anybody looks here
-    "stopped at a batch that fails again and again": (REFUSE, REFUSE, GO_ON, SKIP),
-    "waits for an answer": (REFUSE, REFUSE, REFUSE, SKIP),
-    "has a start that was deferred": (GO_ON, GO_ON, GO_ON, GO_ON),
-    "was paused by a person": (REFUSE, GO_ON, GO_ON, SKIP),
-    "has its answer": (GO_ON, REFUSE, GO_ON, GO_ON),
-    "failed": (GO_ON, GO_ON, GO_ON, SKIP),
-    "is due": (GO_ON, GO_ON, GO_ON, GO_ON),
+_GO_ON, _REFUSE, _BUSY, _SKIP = Reply
+
+ANSWERS = {  # how an unfinished run stands -> what each of STARTS does
+    "has a live owner": (_BUSY, _BUSY, _BUSY, _SKIP),  # the lock says so before anybody looks here
+    "stopped at a batch that fails again and again": (_REFUSE, _REFUSE, _GO_ON, _SKIP),
+    "waits for an answer": (_REFUSE, _REFUSE, _REFUSE, _SKIP),
+    "has a start that was deferred": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),
+    "was paused by a person": (_REFUSE, _GO_ON, _GO_ON, _SKIP),
+    "has its answer": (_GO_ON, _REFUSE, _GO_ON, _GO_ON),
+    "failed": (_GO_ON, _GO_ON, _GO_ON, _SKIP),
+    "is due": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),
 }
 
 
@@ -8726,8 +8780,8 @@ def situation(ledger: Ledger, run: Run) -> str:
     return next(words for words, applies in stands.items() if applies)
 
 
-def answer_to(start: str, ledger: Ledger, run: Run) -> str:
-    """Return what a start does with an unfinished run: GO_ON, REFUSE, BUSY or SKIP."""
+def answer_to(start: str, ledger: Ledger, run: Run) -> Reply:
+    """Return what a start does with an unfinished run."""
     return ANSWERS[situation(ledger, run)][STARTS.index(start)]
 
 
@@ -8737,7 +8791,7 @@ def require_may_go_on(start: str, ledger: Ledger, run: Run) -> None:
     Raises:
         PersonNeeded: how the run stands, and what to type.
     """
-    if answer_to(start, ledger, run) != REFUSE:
+    if answer_to(start, ledger, run) != Reply.REFUSE:
         return
     why, todo = what_next(ledger, run)
     give_up = f"\nTo give it up: batchrun cancel {run.id}" * (run.state == RunState.AWAITING)
@@ -8790,7 +8844,7 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
         why = "Its processes are gone without a word: killed, or the machine was switched off."
         run = run._replace(state=RunState.INTERRUPTED, reason="", error=why)
     answer = answer_to("tick", ledger, run)
-    return Standing(run.state, *what_next(ledger, run), answer == GO_ON, answer == SKIP)
+    return Standing(run.state, *what_next(ledger, run), answer == Reply.GO_ON, answer == Reply.SKIP)
 
 
 def never_run(job: str) -> Standing:
@@ -9226,8 +9280,10 @@ class Worker:
                 self._store.publish(self._run.id, temporary, number)
 
         try:
-            reach("commit.prepared", number)
-            if not holds_lock(self._order.lock, self._lock_path):
+            with disk_letters(folder, host):
+                reach("commit.prepared", number)
+                is_ours = holds_lock(self._order.lock, self._lock_path)
+            if not is_ours:
                 raise lost_ownership(course.run, course.generation)
             gauges = self._gauges()
             more = (spent, publish, link.following, gauges)
@@ -9235,8 +9291,7 @@ class Worker:
         except BaseException:
             self._store.discard(temporary)
             raise
-        behind = Course(course.run, course.generation, checkpoint)  # as a resume would
-        vars(course).update(vars(behind), hash=digest)
+        course.move_to(checkpoint, digest)
         self._armed = link.following or ""
         if 0 < self._job_config.recycle_above_bytes < gauges["rss_bytes"]:
             self.gate.outgrown_bytes = gauges["rss_bytes"]
@@ -9894,7 +9949,7 @@ class Supervisor:
             run_id=os.urandom(5).hex(),
             require_admission=self._require_open,
             require_may_go_on=functools.partial(require_may_go_on, launch.start, self._ledger),
-            leaves=lambda run: answer_to(launch.start, self._ledger, run) == SKIP,
+            leaves=lambda run: answer_to(launch.start, self._ledger, run) == Reply.SKIP,
             write_checkpoint=self._store.replace,
             overrides=launch.overrides,
             accept_settings="settings" in launch.acceptances,
@@ -10792,8 +10847,9 @@ def render_one_status(job: dict[str, Any]) -> str:
     """Return how one job stands: what the table says, why, and the line to type."""
     since = f" since {moment_text(job['since'])}" if job["since"] else ""
     lines = [f"{job['job']}: {state_text(job)}{since}"]
-    lines += [f"  run           {job['run']}"] * bool(job["run"])
-    lines += [f"  records       {of_all_text(job)}"] * bool(job["run"])
+    if job["run"]:
+        lines.append(f"  run           {job['run']}")
+        lines.append(f"  records       {of_all_text(job)}")
     lines.append(f"  last success  {moment_text(job['last_success'])}")
     lines.append(f"  skipped       {job['refused_since_success']} starts since")
     lines += [f"  why           {line}" for line in job["why"].splitlines()]
@@ -10809,10 +10865,12 @@ def render_report(summary: dict[str, Any]) -> str:
     lines.append(f"  records   {counts_text(summary)}")
     lines.append(f"  commits   {summary['number']}, of them {summary['batches']} batches")
     lines.append(f"  time      {time_text(summary)}")
-    lines += [f"  error     {summary['error']}"] * bool(summary["error"])
+    if summary["error"]:
+        lines.append(f"  error     {summary['error']}")
     lines.append("attempts")
     lines += [line for attempt in summary["attempts"] for line in render_attempt(attempt)]
-    lines += ["rejected records"] * bool(summary["rejects"])
+    if summary["rejects"]:
+        lines.append("rejected records")
     lines += [f"  commit {r['number']}  {r['record']}: {r['reason']}" for r in summary["rejects"]]
     lines += ["recorded cleanups"] * bool(summary["cleanups"])
     lines += [render_cleanup(cleanup) for cleanup in summary["cleanups"]]
@@ -11590,7 +11648,7 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
         with app.ledger(write=False) as ledger:
             app.find_run(ledger, run)
     repair = Repair(repair.lost, adopt)
-    lines = [f"the ledger is made anew: {repair.lost}"] * bool(repair.lost)
+    lines = [f"the ledger is made anew: {repair.lost}"] if repair.lost else []
     lines += [f"run {c.run} of {c.job}: {why}; adopt its commit {c.number}" for why, c in adopt]
     documents = [{"run": c.run, "job": c.job, "number": c.number, "why": why} for why, c in adopt]
     aside: list[Path] = []

@@ -90,6 +90,15 @@ def test_a_stopped_owner_keeps_the_lock(
     assert not JobLock(path).acquire()
 
 
+def test_a_disk_that_does_not_answer_is_not_a_lock_that_was_taken_away(path: Path) -> None:
+    lock = JobLock(path)
+    assert lock.acquire()
+    path.unlink()
+    path.symlink_to(path.name)  # the system refuses to look at it: ELOOP, as a dead disk with EIO
+    with pytest.raises(OSError, match="symbolic links"):
+        holds_lock(lock.descriptor, path)
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_an_owner_whose_lock_file_was_taken_away_notices(path: Path, *, replaced: bool) -> None:
     lock = JobLock(path)

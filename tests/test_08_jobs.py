@@ -546,6 +546,19 @@ def test_a_step_is_called_once_per_run_and_gives_its_result_again(shop: Shop) ->
     assert shop.done() == ["asked"]
 
 
+def test_what_a_job_does_to_a_steps_result_changes_no_record_of_it(shop: Shop) -> None:
+    shop.write("""
+        got = ctx.step("ask", lambda: ["asked"])
+        print(got)
+        got.append("changed by the job")
+        for batch in ctx.batches(range(12)):
+            yield batch
+            if batch.number == 2 and ctx.generation < 3:
+                raise RuntimeError
+        """)
+    assert [shop.run().out for _ in range(3)] == ["['asked']\n"] * 3
+
+
 def test_a_step_that_failed_is_not_passed_over(shop: Shop) -> None:
     shop.write("""
         try:

@@ -312,6 +312,7 @@ def test_a_thread_that_the_job_leaves_behind_does_not_hold_the_worker(project: P
     [
         ("file.fsync=EIO", "cannot be read or written in", 0),
         ("file.fsync=ENOSPC", "Disk full: a checkpoint cannot be written to", 0),
+        ("commit.prepared@2=EIO", "cannot be read or written in", 1),
         ("checkpoint.rename@2=EIO", "Whether it is on the disk cannot be known from here", 1),
         ("checkpoint.fsync@2=EIO", "Whether it is on the disk cannot be known from here", 1),
     ],
