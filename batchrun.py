@@ -8664,7 +8664,8 @@ def require_loads(
     settings = job.settings_from(job_config, run.overrides, config.folder)
     if checkpoint is not None:
         job.cursor_from(checkpoint)
-        if version is None:
+        accepted = (run.deferred or {}).get("acceptances", ())
+        if version is None and "settings" not in accepted:
             require_same_settings(run, checkpoint, settings, config.folder)
 
 
@@ -8753,7 +8754,7 @@ _GO_ON, _REFUSE, _BUSY, _SKIP = Reply
 
 ANSWERS = {  # how an unfinished run stands -> what each of STARTS does
     "has a live owner": (_BUSY, _BUSY, _BUSY, _SKIP),  # the lock says so before anybody looks here
-    "stopped at a batch that fails again and again": (_REFUSE, _REFUSE, _GO_ON, _SKIP),
+    "awaits a person: its next batch is poison": (_REFUSE, _REFUSE, _GO_ON, _SKIP),
     "waits for an answer": (_REFUSE, _REFUSE, _REFUSE, _SKIP),
     "has a start that was deferred": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),
     "was paused by a person": (_REFUSE, _GO_ON, _GO_ON, _SKIP),
@@ -8769,7 +8770,7 @@ def situation(ledger: Ledger, run: Run) -> str:
     answered = run.reason == Reason.APPROVAL and ledger.open_question(run) is None
     stands = {
         "has a live owner": run.state in OWNED,
-        "stopped at a batch that fails again and again": awaits and run.reason == Reason.POISON,
+        "awaits a person: its next batch is poison": awaits and run.reason == Reason.POISON,
         "waits for an answer": awaits and not answered,
         "has a start that was deferred": run.deferred is not None,
         "was paused by a person": is_paused_by_person(run),
@@ -8814,7 +8815,7 @@ def what_next(ledger: Ledger, run: Run) -> tuple[str, str]:
     asked, last = ledger.open_question(run), ledger.last_attempt(run)
     if asked is not None:
         return asked.words, approve_line(run, asked.name)
-    return (last and last.error) or "", todo
+    return run.error or (last and last.error) or "", todo
 
 
 def approve_line(run: Run, name: str) -> str:
@@ -9415,7 +9416,7 @@ class Worker:
         """Return the answer to a question; raise `SafeStop` while there is none."""
         words = mask_secrets(summary)
         question = self._ledger.ask(self._run, self._order.generation, name, words)
-        reach("approval.asked")
+        reach("approval.asked", self._order.generation)
         if question.answered_at is None:
             self.asked, self.gate.shut = question, True
             raise SafeStop

@@ -62,9 +62,10 @@ ASK = """answer = ctx.approval("new prices", "5 prices, the highest 9.99")
     done(f"approved by {answer.who}: {answer.why}")"""
 
 
-def write_job(project: Project, first: str = ASK, version: int = 1) -> None:
+def write_job(project: Project, first: str = ASK, version: int = 1, retries: str = "") -> None:
+    config = CONFIG.replace("batch_size", f"{retries}batch_size")
     project.write(
-        CONFIG, sync=JOB.replace("FIRST", first).replace("VERSION = 1", f"VERSION = {version}")
+        config, sync=JOB.replace("FIRST", first).replace("VERSION = 1", f"VERSION = {version}")
     )
 
 
@@ -310,8 +311,8 @@ def test_of_two_answers_at_once_one_is_kept(waiting: Project) -> None:
 def test_a_kill_between_the_question_and_the_ending_asks_once(
     project: Project, action: str
 ) -> None:
-    write_job(project)
-    project.run("run", "sync", env=at(f"approval.asked={action}"))
+    write_job(project, retries='retry_for = "5m"\nretry_first_wait = "10ms"\n')
+    project.run("run", "sync", env=at(f"approval.asked@1={action}"))
     wait_for(lambda: project.living() == [], "the worker to leave")
     assert len(asked(project)) == 1
     project.run("resume", "--all")
@@ -378,8 +379,9 @@ def in_situation(ledger: Ledger, name: str) -> list[Run]:
     """Return runs in every state and reason that stand like this, each as a row of the ledger."""
     states = {
         "has a live owner": [("reserved", ""), ("running", "")],
-        "stopped at a batch that fails again and again": [("awaiting", "poison")],
+        "awaits a person: its next batch is poison": [("awaiting", "poison")],
         "waits for an answer": [("awaiting", "approval"), ("awaiting", "")],
+        "has a start that was deferred": [("waiting", ""), ("failed", ""), ("paused", "person")],
         "was paused by a person": [("paused", "person"), ("interrupted", ""), ("failed", "")],
         "has its answer": [("awaiting", "approval")],
         "failed": [("failed", "")],
@@ -392,8 +394,11 @@ def in_situation(ledger: Ledger, name: str) -> list[Run]:
     for number, (state, reason) in enumerate(states[name]):
         request = "pause" if name == "was paused by a person" and state != "paused" else None
         first = "waiting" if state == "waiting" else "reserved"
+        deferred = {"at": "2026-01-01"} if name == "has a start that was deferred" else None
         columns = {"id": f"r{number}", "job": f"job{number}", "created_at": "", "changed_at": ""}
-        key = ledger._insert("run", state=first, reason=reason, request=request, **columns)
+        key = ledger._insert(
+            "run", state=first, reason=reason, request=request, deferred=deferred, **columns
+        )
         if state != first:
             ledger._set("run", {"key": key}, state=state)
         if reason == "approval":
