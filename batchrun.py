@@ -3435,7 +3435,7 @@ class Ledger:
             kept = run is not None and self._is_kept(run, start.owner)
             if run is not None:
                 run = self._settled(run, start, said, kept=kept)
-            if start.retry and run is not None and not run.finished:
+            if start.retry and run is not None and not (run.finished or kept):
                 raise unfinished_before_retry(run)
             if start.only_resume and (
                 run is None or run.finished or (start.leaves(run) and not kept)

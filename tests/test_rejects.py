@@ -309,6 +309,18 @@ def test_a_retry_runs_just_the_rejects_through_the_same_job(rejected: Shop) -> N
     ]
 
 
+def test_a_retry_that_fails_is_tried_again_by_its_supervisor(rejected: Shop) -> None:
+    once = """
+        if not os.path.exists("once"):
+            open("once", "w").close()
+            raise OSError("once")"""
+    loop = LOOP.replace("target=stock):", f"target=stock):{once}")
+    rejected.write(STOCK + loop, config='max_tries = 2\nretry_first_wait = "1ms"\n')
+    bad(rejected)
+    assert rejected.project.run("rejects", "retry", "sync").code == 0
+    assert applied(rejected)[-3:] == ["3", "8", "9"]
+
+
 def test_only_the_rejects_that_are_named_are_retried(rejected: Shop) -> None:
     bad(rejected)
     assert retry(rejected, "sync", 2).code == 0
