@@ -379,9 +379,10 @@ class Run(NamedTuple):
     own_s: float
     error: str | None
     retry_of: str | None  # id of the run whose rejects this one takes up again
-    tried: str | None  # the armed try, as JSON: loop, cursor, limit; see section 12
+    tried: str | None  # the armed try, as JSON: loop, cursor, limit, of one record its end
     tries: int  # how many tries of it were charged
     deferred: dict[str, Any] | None  # a start that is to be begun: at, who, acceptances, batches
+    size: int | None  # the limit where isolation looks for a bad record; 0: it is the next one
 
     @property
     def finished(self) -> bool:
@@ -409,12 +410,15 @@ class Attempt(NamedTuple):
     to_number: int | None
     releases: list[dict[str, Any]]
     charged: int  # whether its ending was charged as a try of the batch
-    retry: int | None  # whether trying again may help; None if that is no question
+    retry: int | None  # whether trying again may help, or IN_HALVES; None if that is no question
 
     @property
     def may_be_followed(self) -> bool:
         """Whether the same supervisor may begin the next attempt without being asked."""
         return bool(self.retry) or self.ending == Ending.RECYCLED
+
+
+IN_HALVES = 2  # `attempt.retry`: a batch failed, and its bad record may be looked for
 
 
 class BatchRow(NamedTuple):
@@ -1570,6 +1574,7 @@ OPTIONS = {
     "stop_grace": ConfigKey("stop_grace_s", "60s", parse_duration, "to reach a safe point in"),
     "cleanup_timeout": ConfigKey("cleanup_timeout_s", "30s", parse_limit, "of each release"),
     "max_rejects": ConfigKey("max_rejects", 0, _reject_limit, "of a run that still succeeds"),
+    "isolate": ConfigKey("isolate", default=False, read=_yes_or_no, meaning="find the bad record"),
     "on_changed_source": ConfigKey("on_changed_source", "refuse", _REFUSE_OR_FRESH, "what to do"),
     "max_fresh": ConfigKey("max_fresh", 2, _whole(0, 1000), "fresh starts in a row, at most"),
     "max_tries": ConfigKey("max_tries", 5, _whole(1, 1000), "of one batch, then it is poison"),
@@ -1680,6 +1685,7 @@ class JobConfig(NamedTuple):
     stop_grace_s: float
     cleanup_timeout_s: float
     max_rejects: RejectLimit
+    isolate: bool
     on_changed_source: str
     max_fresh: int
     max_tries: int
@@ -1703,6 +1709,11 @@ class JobConfig(NamedTuple):
     def function(self) -> str:
         """The name of the job's function in its file."""
         return self.uses.rpartition(":")[2]
+
+    @property
+    def isolates(self) -> bool:
+        """Whether a batch that fails is done in halves, at once or as plan B."""
+        return self.isolate or self.on_exhausted == "reject"
 
 
 class Config(NamedTuple):
@@ -2886,7 +2897,7 @@ OWNED = (RunState.RESERVED, RunState.RUNNING)
 MOVE_ON = """UPDATE run SET number = :number, hash = :hash, checkpoint = :content,
   batches = :batches, read = :read, rejected = :rejected, counts = :counts,
   read_s = read_s + :read_s, work_s = work_s + :work_s, own_s = own_s + :own_s,
-  tried = :following, tries = 0
+  tried = :following, tries = 0, size = :size
   WHERE key = :key AND generation = :generation AND number = :number - 1 RETURNING request"""
 # The edge that honours a request clears it; a new attempt outdates a pause, never a cancel. It also
 # takes up a deferred start.
@@ -2906,6 +2917,8 @@ REJECTS = """SELECT * FROM (
   FROM reject j JOIN run r ON r.key = j.run LEFT JOIN run n ON n.key = j.retry
   WHERE j.confirmed AND j.run IN (SELECT key FROM run WHERE id = ?1 OR retry_of = ?1))"""
 # Another key is another batch, of which no try was charged yet.
+# A record that was found bad is tried once more: it may have been mended.
+TRY_ANEW = "UPDATE run SET tries = 0, size = max(size, 1) WHERE key = :key"
 ARM = """UPDATE run SET tries = iif(tried IS :tried, tries, 0), tried = :tried WHERE key = :key"""
 SAID = "said"  # an event whose `why` is a line for people
 REFUSED, DEFERRED = "refused: maintenance", "deferred"
@@ -2931,7 +2944,7 @@ class AttemptEnd(NamedTuple):
     error: str = ""
     unchanged: str = ""
     todo: str = ""
-    retry: bool | None = None  # as in Attempt
+    retry: int | None = None  # as in Attempt
 
 
 DIED = AttemptEnd(Ending.DIED, ExitCode.FAILED)
@@ -2983,12 +2996,14 @@ class Start(NamedTuple):
 class After(NamedTuple):
     """What becomes of a run after an attempt; `why` is for people, and kept where nothing goes on.
 
-    A run that stays `reserved` is kept by its supervisor, which begins the next attempt.
+    A run that stays `reserved` is kept by its supervisor, which begins the next attempt. `size` is
+    the limit of records that isolation goes on with; None: as it is.
     """
 
     state: RunState
     reason: str = ""
     why: str = ""
+    size: int | None = None
 
 
 STATE_AFTER = {
@@ -3198,6 +3213,12 @@ class Ledger:
     def last_attempt(self, run: Run) -> Attempt | None:
         """Return a run's newest attempt."""
         return self._one(Attempt, "WHERE run = ? ORDER BY generation DESC LIMIT 1", run.key)
+
+    def why_halved(self, run: Run) -> str:
+        """Return the error of the newest attempt after which a batch went on in halves."""
+        sql = "WHERE run = ? AND retry = ? ORDER BY generation DESC LIMIT 1"
+        halved = self._one(Attempt, sql, run.key, IN_HALVES)
+        return (halved and halved.error) or ""
 
     def commit_row(self, run: Run, number: int) -> BatchRow | None:
         """Return the row of one commit of a run."""
@@ -3550,7 +3571,9 @@ class Ledger:
         """Bring an unfinished run to `reserved`, with ledger and checkpoint made to agree."""
         if agreement.forward is not None:
             content, digest = checkpoint_bytes(agreement.forward)
-            self._apply_commit(run, agreement.forward, content, digest, run.generation)
+            size = None if run.size is None else max(1, run.size)  # the batch was done
+            generation = run.generation
+            self._apply_commit(run, agreement.forward, content, digest, generation, size=size)
             self._confirm_rejects(run, agreement.forward)
         if not kept:
             self._move(run, RunState.RESERVED, who=start.who, why=agreement.said)
@@ -3558,7 +3581,7 @@ class Ledger:
             self._event(run.key, run.job, start.who, RunState.RESERVED, agreement.said)
         decided = run.state in (RunState.FAILED, RunState.AWAITING)
         if decided or is_paused_by_person(run):  # and now decided anew: all tries are free again
-            self._set("run", {"key": run.key}, tries=0)
+            self._sql(TRY_ANEW, {"key": run.key})
         self._keep_overrides(run, start)
         if agreement.content is not None:
             start.write_checkpoint(run.id, agreement.content)
@@ -3629,13 +3652,15 @@ class Ledger:
         publish: Callable[[], None],
         following: str | None = None,
         gauges: Mapping[str, int] = {},
+        size: int | None = None,
     ) -> str | None:
         """Record one commit and put its checkpoint in place, under one write lock.
 
         The checkpoint's generation fences the write; `content` is its bytes, durable under a
         temporary name, which `publish` renames into place inside the transaction; `spent` is
         seconds of reading, of the job's own work, and of batchrun since the last commit;
-        `following` is the try that is armed by it, `gauges` what the worker holds.
+        `following` is the try that is armed by it, `gauges` what the worker holds, `size` the
+        limit that isolation goes on with.
 
         Returns:
             What is requested of the run, if anything.
@@ -3648,7 +3673,7 @@ class Ledger:
         with self._writing():
             reach("ledger.begun", number)
             fence = checkpoint.generation
-            applied = (run, checkpoint, content, digest, fence, spent, following, gauges)
+            applied = (run, checkpoint, content, digest, fence, spent, following, gauges, size)
             request = self._apply_commit(*applied)
             self._confirm_rejects(run, checkpoint)
             publish()
@@ -3666,6 +3691,7 @@ class Ledger:
         spent: tuple[float, float, float] = (0.0, 0.0, 0.0),
         following: str | None = None,
         gauges: Mapping[str, int] = {},
+        size: int | None = None,
     ) -> str | None:
         """Write a commit's two rows: the fenced one of the run, and its own."""
         named = ("number", "generation", "kind", "loop", "cursor", "at")
@@ -3674,7 +3700,7 @@ class Ledger:
         times = dict(zip(("read_s", "work_s", "own_s"), spent, strict=True))
         fence = {"key": run.key, "generation": generation, "number": checkpoint.number}
         moved = {**totals, **times, **fence, "hash": digest, "content": content}
-        moved["following"] = following
+        moved |= {"following": following, "size": size}
         fenced = self._sql(MOVE_ON, moved).fetchone()
         if fenced is None:
             raise lost_ownership(run, generation)
@@ -3801,7 +3827,11 @@ class Ledger:
         self._write_end(run.key, run.generation, seen)
         attempt = cast("Attempt", self.last_attempt(run))
         run = self._charge(run, attempt)
-        state, reason, why = decide(run, attempt)
+        state, reason, why, size = decide(run, attempt)
+        if size is not None:
+            mine: dict[str, object] = {"run": run.key, "generation": attempt.generation}
+            self._set("attempt", mine, retry=IN_HALVES)
+            self._set("run", {"key": run.key}, size=size)
         if state != run.state:
             return self._move(run, state, who=who, why=why, reason=reason)
         self._event(run.key, run.job, who, state, why)
@@ -6123,6 +6153,12 @@ Use a whole number from 1 to {most:,}.""",
     "no target": """Loop {loop!r} has no target, so its batches have no transaction().
 Its mark is kept where the rows are.
 Name the connection: ctx.batches(source, target=connection)""",
+    "isolated without": """Loop {loop!r} has no target, but [jobs.{job}] has {key}.
+A batch that failed half-way is done again in halves, and only a target tells what was done.
+Name it, ctx.batches(source, target=connection), or leave that out.""",
+    "unsplit": """The record that fails loop {loop!r} after {after!r} cannot be isolated.
+Its source gives {count} records in one answer, whatever is asked for.
+Let its read(after, limit) give no more than `limit` records, or leave isolate out.""",
     "unfit target": """A {kind} cannot be a target.
 A target is an open connection of sqlite3, apsw, psycopg or another DB-API driver.
 Pass the connection itself, for example: target=ctx.connect(ctx.settings.database)""",
@@ -6803,6 +6839,7 @@ class Loop:
 
     def __init__(self, context: Context[Any], name: str, size: int, mark: Mark | None) -> None:
         self.name, self.size, self.mark = name, size, mark
+        self._limit = size  # of the batch that is open; less where isolation looks for a record
         self.exhausted = False
         self.fingerprint: str | None = None
         self._context = context
@@ -6827,38 +6864,64 @@ class Loop:
         self._context._require_yielded()
         while not self.exhausted:
             driver.pass_gate()
-            portion = self._read()
+            self._limit = driver.limit(self)
+            portion = self._read(self._limit)
             if self._is_first:
                 self._is_first = False
                 require_round_trip(portion.cursor)
-            if portion.records:
+            tried = self._try_of(portion)
+            why = driver.why_bad(tried)
+            if portion.records and not why:
                 driver.pass_gate()
-                return self._hand_out(portion)
-            if portion.rejects:
-                driver.commit(Batch(self._context, portion, self)._link)
+                return self._hand_out(portion, tried)
+            if portion.records or portion.rejects:
+                driver.commit(self._left_out(portion, why))
             else:
                 driver.commit(Link("loop", self.name, source=self.fingerprint))
                 self.exhausted = True
         return None
 
-    def try_after(self, cursor: Any) -> str:
+    def try_after(self, cursor: Any, *end: Any) -> str:
         """Return the key of the try of the batch that begins after a cursor, as JSON."""
-        return _compact([self.name, encode_cursor(cursor), self.size])
+        return _compact([self.name, encode_cursor(cursor), self._limit, *map(encode_cursor, end)])
 
-    def _read(self) -> Portion:
+    def _try_of(self, portion: Portion) -> str:
+        """Return the key of the try of a batch that was read; of one record it names the end too.
+
+        Only that tells the record from another one in its place, and that it was handed out.
+        """
+        context, course = self._context, self._context._course
+        if self._limit < self.size:  # halve what there is, not what there might have been
+            self._limit = max(1, min(self._limit, len(portion.records) + len(portion.rejects)))
+        end = [portion.cursor] * (context._isolates and self._limit == 1)
+        return self.try_after(course.cursor if course.loop == self.name else None, *end)
+
+    def _left_out(self, portion: Portion, why: str) -> Link:
+        """Return the commit that passes over what is not handed to the job.
+
+        That is what the source has refused, and the record that isolation has found.
+        """
+        link = Batch(self._context, portion, self)._link
+        if len(portion.records) > 1:
+            count, after = len(portion.records), self._context.cursor
+            raise broken("unsplit", loop=self.name, after=after, count=count)
+        link.rejects += [Reject(record, why) for record in portion.records]
+        link.rejected += len(portion.records)
+        return link
+
+    def _read(self, limit: int) -> Portion:
         """Read until the batch is full, and take the time; reading may be interrupted."""
         host = self._context._host
         began = host.monotonic()
         try:
             with self._context._frame.switched(inside=True):
-                return cast("Reader", self._reader).read_batch(self.size)
+                return cast("Reader", self._reader).read_batch(limit)
         finally:
             self._context._read_s += host.monotonic() - began
 
-    def _hand_out(self, portion: Portion) -> Batch:
+    def _hand_out(self, portion: Portion, tried: str) -> Batch:
         """Make the batch that the job works on now."""
-        context, course = self._context, self._context._course
-        tried = self.try_after(course.cursor if course.loop == self.name else None)
+        context = self._context
         if not context._handed_out:
             context._handed_out = True
             total = getattr(self._source, "total", None)
@@ -6889,6 +6952,12 @@ class Driver(Protocol):
 
     def ask(self, name: str, summary: str) -> Approval:
         """Return the answer to a question; raise to end the attempt while there is none."""
+
+    def limit(self, loop: Loop) -> int:
+        """Return how many records the next batch may have."""
+
+    def why_bad(self, tried: str) -> str:
+        """Return the error of a try of one record that isolation has found, else nothing."""
 
     def pass_gate(self) -> None:
         """Raise if the attempt is to stop here."""
@@ -6934,6 +7003,7 @@ class Context(Generic[S]):
         self._course, self._driver, self._acceptances = course, driver, acceptances
         self._host, self._last_success_read = host, last_success_read
         self._frame, self._cleanups = JobFrame(), cleanups
+        self._isolates = job_config.isolates
         self._loops: list[Loop] = []
         self._met: list[tuple[str, str]] = []
         self._current: Batch | None = None
@@ -9010,6 +9080,7 @@ class Worker:
         self._armed, self._dear_at = "", float("-inf")
         self._cleanups = CleanupStack(host, self._job_config.cleanup_timeout_s)
         self._silenced: BatchrunError | None = None  # why nothing may be written any more
+        self._size = self._run.size
         self.gate = Gate(order.supervisor, order.batches)
         self.recorded = False
         self.asked: Approval | None = None
@@ -9139,17 +9210,21 @@ class Worker:
         what = f"The worker held {megabytes(held)}, more than recycle_above."
         return AttemptEnd(Ending.RECYCLED, ExitCode.STOPPED, error=what)
 
-    def _may_retry(self, error: BaseException) -> tuple[bool, str]:
-        """Return whether trying again may help, and why not, in words."""
+    def _may_retry(self, error: BaseException) -> tuple[int, str]:
+        """Return whether trying again may help, see `Attempt`, and why not, in words."""
         asked = getattr(self, "_job", None)
         if isinstance(error, Fatal):
             return False, "\nIt is not tried again: that is Fatal."
+        is_open = self._context is not None and self._context._current is not None
+        in_halves = is_open and self._job_config.isolates
         if asked is None or asked.retry_if is None:
-            return True, ""
+            return IN_HALVES if in_halves else True, ""
         try:
             retry = bool(asked.retry_if(error))
         except BaseException as raised:  # noqa: BLE001 - the job's own code, at the end of the attempt
             return False, f"\nIt is not tried again: retry_if raised {error_text(raised)}."
+        if in_halves and not retry:
+            return IN_HALVES, ""
         return retry, "" if retry else "\nIt is not tried again: retry_if said so."
 
     def _clean_up(self, end: AttemptEnd) -> tuple[AttemptEnd, list[dict[str, Any]]]:
@@ -9287,13 +9362,14 @@ class Worker:
             if not is_ours:
                 raise lost_ownership(course.run, course.generation)
             gauges = self._gauges()
-            more = (spent, publish, link.following, gauges)
+            size = self._size_after(link)
+            more = (spent, publish, link.following, gauges, size)
             self.gate.request = self._ledger.commit(course.run, checkpoint, content, digest, *more)
         except BaseException:
             self._store.discard(temporary)
             raise
         course.move_to(checkpoint, digest)
-        self._armed = link.following or ""
+        self._armed, self._size = link.following or "", size
         if 0 < self._job_config.recycle_above_bytes < gauges["rss_bytes"]:
             self.gate.outgrown_bytes = gauges["rss_bytes"]
         self._marked_at = self._host.monotonic()
@@ -9405,7 +9481,8 @@ class Worker:
         if not link.rejects:
             return
         self._require_within_limits(self._course, link)
-        kept = [kept_reject(reject) for reject in link.rejects]
+        tries = self._run.tries + (self._size != 0) if number == self._run.number + 1 else 1
+        kept = [{**kept_reject(reject), "tries": tries} for reject in link.rejects]
         self._ledger.stage_rejects(self._run, self._order.generation, number, link.loop, kept)
 
     def taken_up(self, loop: str, after: Any, limit: int) -> list[RejectRow]:
@@ -9421,6 +9498,31 @@ class Worker:
             self.asked, self.gate.shut = question, True
             raise SafeStop
         return question
+
+    def limit(self, loop: Loop) -> int:
+        """Return how many records the next batch may have."""
+        if loop.mark is None and self._job_config.isolates:
+            key = "isolate = true" if self._job_config.isolate else 'on_exhausted = "reject"'
+            raise broken("isolated without", loop=loop.name, job=self._order.job, key=key)
+        return loop.size if self._size is None else max(1, min(self._size, loop.size))
+
+    def _size_after(self, link: Link) -> int | None:
+        """Return the limit that isolation goes on with after a commit; None: the usual one.
+
+        The first batch of an attempt, a half, is followed by another, in which the record is if it
+        was not in the first; after that the limit doubles.
+        """
+        if self._size is None or link.kind != "batch":
+            return self._size
+        size = max(1, self._size)
+        if self._course.batches == self._run.batches:
+            return size
+        return 2 * size if 2 * size < cast("Context[Any]", self._context)._loops[-1].size else None
+
+    def why_bad(self, tried: str) -> str:
+        """Return the error of a try of one record that isolation has found, else nothing."""
+        found = self._size == 0 and tried == self._run.tried
+        return self._ledger.why_halved(self._run) if found else ""
 
     def pass_gate(self) -> None:
         """Raise `SafeStop` if the attempt is to end at this safe point."""
@@ -9626,6 +9728,13 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #   tried again    after RAISED, if `attempt.retry` says so, after a death and after OVERDUE, with
 #                  waits of 1, 4, 16, ... s and jitter; after RECYCLED at once
 #   plan B         at max_tries charged or retry_for after the batch's first failure: on_exhausted
+#   isolation      a batch that was charged is tried again in halves, at once: with isolate = true,
+#                  or as plan B ("reject"). The edge halves the limit (`run.size`); each commit
+#                  moves it on: a half is followed by another, after that it doubles, up to the
+#                  usual size. Half of one record is 0: the next worker passes that very record
+#                  over, in a commit with read 1 and rejected 1, without calling the job. Not for an
+#                  error to which retry_if says yes (the record did not cause it), nor for one
+#                  outside a batch. It needs a target: only that tells what of a batch was done
 #   poison         max_tries charged, and plan B is not to fail: the run awaits a person. A person's
 #                  `resume` begins to count anew, and so does every start of a failed run
 #
@@ -10010,7 +10119,7 @@ class Supervisor:
         return Reason.NONE, ""
 
     def _decide(self, run: Run, attempt: Attempt) -> After:
-        """Decide what follows an attempt: what its ending says, the next one, or plan B."""
+        """Decide what follows an attempt: its ending says so, the next one, halves, or plan B."""
         patience = self._patience
         if attempt.ending == Ending.RECYCLED:
             patience.wait_s = 0.0
@@ -10020,12 +10129,17 @@ class Supervisor:
         if not attempt.retry:
             return after_ending(run, attempt)
         patience.lose(run)
-        if patience.is_over(run):
+        is_over, after = patience.is_over(run), halved(run, attempt, self._job_config)
+        if after and (is_over or self._job_config.isolate or run.size is not None):
+            patience.wait_s = 0.0
+        elif is_over:
             return plan_b(run, attempt, self._job_config)
-        tries = f"try {run.tries + 1} of {self._job_config.max_tries}"
-        why = f"{attempt.error} The next attempt begins in {patience.wait_s:.1f} s: {tries}."
-        self._watcher.say(why)
-        return After(RunState.RESERVED, why=why)
+        else:
+            tries = f"try {run.tries + 1} of {self._job_config.max_tries}"
+            why = f"{attempt.error} The next attempt begins in {patience.wait_s:.1f} s: {tries}."
+            after = After(RunState.RESERVED, why=why)
+        self._watcher.say(after.why)
+        return after
 
     # -- one attempt ---------------------------------------------------------------------------
 
@@ -10254,6 +10368,20 @@ class Patience:
         return run.tries >= options.max_tries or tried_for_s >= options.retry_for_s
 
 
+def halved(run: Run, attempt: Attempt, options: JobConfig) -> After | None:
+    """Return how a batch that failed goes on in halves; None if it cannot, or was no batch.
+
+    The record that failed alone is passed over by the next attempt, if it was handed out and is
+    still there.
+    """
+    died = attempt.ending != Ending.RAISED and run.state == RunState.RUNNING and options.isolates
+    if run.tried is None or not (died or attempt.retry == IN_HALVES):
+        return None
+    size = json.loads(run.tried)[2] // 2
+    then = f"at most {size:,} records are tried next" if size else "its one record is passed over"
+    return After(RunState.RESERVED, why=f"{attempt.error} To isolate it, {then}.", size=size)
+
+
 def plan_b(run: Run, attempt: Attempt, options: JobConfig) -> After:
     """Return what becomes of a run whose batch is not to be tried again."""
     if options.on_exhausted == "fail":
@@ -10273,7 +10401,7 @@ def batch_text(run: Run, said: str = "") -> str:
     number = f"batch {run.number + 1}{said}"
     if run.tried is None:
         return number
-    loop, cursor, limit = json.loads(run.tried)
+    loop, cursor, limit, *_ = json.loads(run.tried)
     last = run.read + limit
     if run.expected is not None and run.expected > run.read:
         last = min(last, run.expected)

@@ -38,6 +38,7 @@ RUN = Run(
     tried=None,
     tries=0,
     deferred=None,
+    size=None,
 )
 ATTEMPT = Attempt(
     generation=1,

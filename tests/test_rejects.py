@@ -1,13 +1,15 @@
 """Rejected records: how many a run may have, what is kept of them, and how they are run again."""
 
 import contextlib
+import os
 import signal
 import sqlite3
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Ended, Project
+from conftest import Ended, Project, clean_environment
 from test_08_jobs import PRELUDE, Shop
 
 import batchrun
@@ -321,6 +323,13 @@ def test_a_retry_that_fails_is_tried_again_by_its_supervisor(rejected: Shop) -> 
     assert applied(rejected)[-3:] == ["3", "8", "9"]
 
 
+def test_a_retry_has_no_limit_of_rejects(rejected: Shop) -> None:
+    rejected.write(STOCK + LOOP, config='max_rejects = [0, "1%"]')
+    bad(rejected, 8)
+    assert retry(rejected, "sync").code == 10
+    assert applied(rejected)[-2:] == ["3", "9"]
+
+
 def test_only_the_rejects_that_are_named_are_retried(rejected: Shop) -> None:
     bad(rejected)
     assert retry(rejected, "sync", 2).code == 0
@@ -574,3 +583,413 @@ def test_rejects_of_which_only_text_is_kept_cannot_be_retried_and_say_so(shop: S
     shown = shop.call("rejects", "show", "sync").out
     assert "only its text is kept, so it cannot be retried" in shown
     assert retry(shop, "sync").code == 4
+
+
+# --- isolation: sources ---------------------------------------------------------------------------
+
+
+def stock_of_20(folder: Path) -> sqlite3.Connection:
+    """Return a database with 20 records, their keys not the numbers from 0."""
+    connection = sqlite3.connect(folder / "source.db")
+    connection.execute("CREATE TABLE IF NOT EXISTS s (sku TEXT PRIMARY KEY NOT NULL, n INTEGER)")
+    rows = [(f"s{number:02}", number) for number in range(20)]
+    connection.executemany("INSERT OR IGNORE INTO s VALUES (?, ?)", rows)
+    connection.commit()
+    return connection
+
+
+def feed_of_20(folder: Path, name: str, first: str, line: str) -> Path:
+    """Write a feed of 20 records with an empty line in it."""
+    lines = [line % number for number in range(20)]
+    path = folder / name
+    path.write_text(first + "".join([*lines[:9], "\n", *lines[9:]]))
+    return path
+
+
+def paged(after: int | None, limit: int) -> tuple[list[int], int | None]:
+    first = after or 0
+    following = min(first + min(limit, 4), 20)
+    return list(range(first, following)), following if following < 20 else None
+
+
+SOURCES: dict[str, Any] = {
+    "list": lambda _: [f"r{n}" for n in range(20)],
+    "range": lambda _: range(20),
+    "Delimited": lambda folder: batchrun.Delimited(
+        feed_of_20(folder, "f.csv", "sku,n\n", '"s%d\n",1\n'), key="sku"
+    ),
+    "JsonLines": lambda folder: batchrun.JsonLines(feed_of_20(folder, "f.jsonl", "", "[%d]\n")),
+    "Query": lambda folder: batchrun.Query(stock_of_20(folder), "SELECT sku, n FROM s", key="sku"),
+    "read with a next cursor": lambda _: paged,
+}
+
+
+def batches_of(source: Any, limits: list[int], after: Any = None) -> list[batchrun.Portion]:  # noqa: ANN401
+    """Read a source to its end, by limits in turn; the last one stays; let go of it."""
+    reader, read = batchrun.Reader(batchrun.as_source(source), after), list[batchrun.Portion]()
+    while (portion := reader.read_batch(limits[min(len(read), len(limits) - 1)])).records:
+        read.append(portion)
+    if isinstance(source, batchrun.Query):
+        source._connection.close()
+    getattr(source, "close", lambda: None)()
+    return read
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("limits", [[3], [1], [2, 1, 4], [10]])
+def test_a_smaller_limit_reads_exactly_on_from_any_cursor(
+    tmp_path: Path, name: str, limits: list[int]
+) -> None:
+    whole = batches_of(SOURCES[name](tmp_path), [6])
+    assert [len(portion.records) for portion in whole] == [6, 6, 6, 2]
+    for done in range(len(whole)):
+        after = whole[done - 1].cursor if done else None
+        rest = batches_of(SOURCES[name](tmp_path), limits, after)
+        assert [len(p.records) for p in rest[:-1]] == (limits + limits[-1:] * 20)[: len(rest) - 1]
+        left = [record for portion in whole[done:] for record in portion.records]
+        assert [record for portion in rest for record in portion.records] == left
+
+
+# --- isolation ------------------------------------------------------------------------------------
+
+QUICK = 'max_tries = 2\nretry_first_wait = "1ms"\n'
+ISOLATE = "isolate = true\nmax_rejects = 5\n"
+FAIL = """
+        with batch.transaction() as rows:
+            done(batch.number, len(batch))
+            for record in batch:
+                if str(record) in bad:
+                    raise ValueError(f"{record} is bad")
+                rows.execute("INSERT INTO t VALUES (?)", [str(record)])
+        yield batch
+    """
+FAILING = f"""
+    for batch in ctx.batches(range(20), target=stock):{FAIL}"""
+
+
+def isolate(shop: Shop, code: int = 10, point: str = "") -> Ended:
+    """Run the job with real workers; `code` is what it ends with."""
+    env = {**clean_environment(), "BATCHRUN_TEST_POINT": point}
+    ended = shop.project.run("run", "sync", env=env)
+    assert ended.code == code, ended
+    return ended
+
+
+def sizes(shop: Shop) -> list[int]:
+    """Return how many records each batch had that was begun."""
+    return [int(size) for size in shop.done()[1::2]]
+
+
+@pytest.mark.parametrize("poison", [[0], [12, 13], [19]])
+def test_the_bad_records_alone_are_rejected_and_all_others_done_once(
+    shop: Shop, poison: list[int]
+) -> None:
+    shop.write(STOCK + FAILING, config=ISOLATE)
+    bad(shop, *poison)
+    isolate(shop)
+    assert applied(shop) == [str(n) for n in range(20) if n not in poison]
+    kept = [(r["record"], r["reason"].partition(" in batch")[0]) for r in rejects(shop, "sync")]
+    assert kept == [(str(n), f"The job raised ValueError: {n} is bad") for n in poison]
+    ended = [(20, len(poison), "succeeded")]
+    assert shop.rows("SELECT read, rejected, state FROM run") == ended
+    alone = "SELECT read, rejected, first_key IS last_key FROM batch WHERE rejected"
+    assert shop.rows(alone) == [(1, 1, 1)] * len(poison)
+
+
+def test_a_batch_is_halved_until_its_record_is_alone_and_grows_again(shop: Shop) -> None:
+    shop.write(STOCK + FAILING.replace("target", "size=16, target"), config=ISOLATE)
+    bad(shop, 5)
+    isolate(shop)
+    #       fails: 0-15, 0-7; 0-3 is done; fails: 4-7, 4-5; 4 is done; 5 fails; then 5 is passed
+    assert sizes(shop) == [16, 8, 4, 4, 2, 1, 1, 1, 2, 4, 7]
+    assert shop.rows("SELECT count(*), sum(charged) FROM attempt") == [(6, 5)]
+    assert [read for (read,) in shop.rows("SELECT read FROM batch WHERE kind = 'batch'")] == [
+        *(4, 1, 1, 1, 2, 4, 7)
+    ]
+
+
+def test_a_short_last_batch_is_halved_by_what_it_holds(shop: Shop) -> None:
+    loop = FAILING.replace("range(20), target", "range(3), size=1000, target")
+    shop.write(STOCK + loop, config=ISOLATE)
+    bad(shop, 2)
+    isolate(shop)
+    assert sizes(shop) == [3, 3, 1, 1, 1]
+
+
+@pytest.mark.parametrize("key", ["isolate = true", 'on_exhausted = "reject"'])
+def test_isolation_without_a_target_is_refused_with_the_reason(shop: Shop, key: str) -> None:
+    shop.write("for batch in ctx.batches(range(3)):\n    yield batch", config=f"{key}\n")
+    why = "A batch that failed half-way is done again in halves, and only a target tells"
+    assert shop.letter().splitlines() == [
+        f"Loop 'main' has no target, but [jobs.sync] has {key}.",
+        f"{why} what was done.",
+        "Nothing more was committed.",
+        "Name it, ctx.batches(source, target=connection), or leave that out.",
+    ]
+
+
+def test_over_the_limit_the_run_fails_naming_the_first_record(shop: Shop) -> None:
+    shop.write(STOCK + FAILING, config="isolate = true\nmax_rejects = 1\n")
+    bad(shop, 1, 7)
+    said = isolate(shop, code=1).err.splitlines()[1]
+    named = "the first of this batch: 7: The job raised ValueError: 7 is bad"
+    assert said.startswith(f"More than 1 records were rejected, {named}")
+    assert shop.rows("SELECT charged FROM attempt ORDER BY generation DESC LIMIT 1") == [(0,)]
+    assert applied(shop) == ["0", "2", "3", "4", "5", "6"]
+    bad(shop)
+    isolate(shop)
+    assert applied(shop) == [str(n) for n in range(20) if n != 1]  # 7 was mended, and not rejected
+
+
+SMALL = FAILING.replace("range(20), target", "range(8), size=4, target")
+
+
+def all_but_1(shop: Shop) -> None:
+    """Require that 1 of 0 to 7 was rejected, and the others done once."""
+    assert applied(shop) == [str(n) for n in range(8) if n != 1]
+    assert [r["record"] for r in rejects(shop, "sync")] == ["1"]
+    assert shop.rows("SELECT read, rejected, state FROM run") == [(8, 1, "succeeded")]
+
+
+# Commit 2 is 0; 3 passes 1 over, with nothing in the target; 4 is 2; then come the others. After
+# the last point of each the next attempt goes on behind that commit.
+LAST = {2: "ledger.commit", 3: "ledger.commit", 4: "ledger.committed", 5: "ledger.committed"}
+KILLS = [
+    f"{point}@{number}"
+    for number, last in LAST.items()
+    for point in ("target.committed", "commit.begun", "ledger.begun", last)
+    if (point, number) != ("target.committed", 3)
+]
+
+
+@pytest.mark.parametrize("points", [KILLS, [f"ledger.committed@{number}" for number in LAST]])
+def test_isolation_goes_on_with_its_limit_when_its_workers_are_killed(
+    shop: Shop, points: list[str]
+) -> None:
+    kill = f"""
+    import batchrun
+    ledger = sqlite3.connect("state/ledger.db")
+    (died,), = ledger.execute("SELECT count(*) FROM attempt WHERE ending = 'died'")
+    ledger.close()
+    batchrun.NAMED_POINT = {[*points, "none"]}[died] + "=kill"
+    """
+    shop.write(kill + STOCK + SMALL, config=ISOLATE + QUICK)
+    bad(shop, 1)
+    isolate(shop)
+    all_but_1(shop)
+    assert shop.rows("SELECT count(*) FROM attempt WHERE signal = 9") == [(len(points),)]
+
+
+def test_isolation_goes_on_with_its_limit_when_all_its_processes_are_killed(shop: Shop) -> None:
+    shop.write(STOCK + SMALL, config=ISOLATE + QUICK)
+    bad(shop, 1)
+    for point in KILLS:
+        isolate(shop, code=-signal.SIGKILL, point=f"{point}=kill-both")
+    isolate(shop)
+    all_but_1(shop)
+
+
+def test_isolation_goes_on_after_a_stop_in_its_middle(shop: Shop) -> None:
+    os.mkfifo(shop.folder / "go")
+    held = "\n        if len(batch) == 1 and ctx.generation == 3: open('go').close()"
+    shop.write(STOCK + SMALL.replace("target=stock):", f"target=stock):{held}"), config=ISOLATE)
+    bad(shop, 1)
+    started = shop.project.start("run", "sync")
+    with (shop.folder / "go").open("w"):  # it is in the batch
+        started.send_signal(signal.SIGTERM)
+    assert shop.project.finish(started).code == 75
+    assert shop.rows("SELECT state, size, read FROM run") == [("paused", 1, 1)]
+    isolate(shop)
+    all_but_1(shop)
+
+
+def test_isolation_goes_on_in_fresh_workers_when_each_outgrows_its_limit(shop: Shop) -> None:
+    shop.write(STOCK + SMALL, config=ISOLATE + 'recycle_above = "1MB"\n')
+    bad(shop, 1)
+    isolate(shop)
+    all_but_1(shop)
+    assert shop.rows("SELECT count(*) FROM attempt WHERE ending = 'recycled'")[0][0] >= 5
+
+
+def test_isolation_rests_while_maintenance_is_on(shop: Shop) -> None:
+    close = (
+        "\n                if str(record) in bad and len(batch) == 1: open(LOCKFILE, 'w').close()"
+    )
+    lockfile = shop.folder / "state" / "maintenance.lock"
+    loop = SMALL.replace("for record in batch:", f"for record in batch:{close}")
+    shop.write(STOCK + loop.replace("LOCKFILE", repr(str(lockfile))), config=ISOLATE)
+    bad(shop, 1)
+    isolate(shop, code=75)
+    assert shop.rows("SELECT state, size FROM run") == [("paused", 0)]
+    lockfile.unlink()
+    isolate(shop)
+    all_but_1(shop)
+
+
+@pytest.mark.parametrize("config", ["", 'on_exhausted = "reject"\n'])
+def test_a_batch_that_hangs_is_isolated(shop: Shop, config: str) -> None:
+    hang = SMALL.replace('raise ValueError(f"{record} is bad")', "import signal; signal.pause()")
+    how = 'batch_timeout = "400ms"\n' + QUICK
+    shop.write(STOCK + hang, config=how + (config + "max_rejects = 1\n" if config else ISOLATE))
+    bad(shop, 1)
+    isolate(shop)
+    all_but_1(shop)
+    said = "The worker was stopped: batch 3 did not end within 0.4s (records 2 to 2, loop main, "
+    assert rejects(shop, "sync")[0]["reason"].startswith(said)
+
+
+@pytest.mark.parametrize("name", ["list", "Delimited", "Query", "read with a next cursor"])
+def test_a_record_of_any_source_is_isolated(shop: Shop, name: str) -> None:
+    where = "from pathlib import Path; from test_rejects import SOURCES"
+    path = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})"
+    source = f'SOURCES[{name!r}](Path("."))'
+    loop = FAILING.replace("range(20), target", f"{source}, size=4, target")
+    loop = loop.replace("str(record) in bad", "record == BAD")
+    whole = batches_of(SOURCES[name](shop.folder), [20])[0].records
+    shop.write(
+        f"\n    {path}\n    {where}" + STOCK + loop.replace("BAD", repr(whole[6])), config=ISOLATE
+    )
+    bad(shop)
+    isolate(shop)
+    assert applied(shop) == [str(record) for record in whole if record != whole[6]]
+    assert [r["record"] for r in rejects(shop, "sync")] == [repr(whole[6])]
+
+
+def test_another_record_in_the_place_of_the_bad_one_is_tried_and_not_rejected(shop: Shop) -> None:
+    stock_of_20(shop.folder).close()
+    insert = """
+                if len(batch) == 1 and record == ("s01", 1) and not os.path.exists("late"):
+                    open("late", "w").close()
+                    with sqlite3.connect("source.db") as late:
+                        late.execute("INSERT INTO s VALUES ('s00b', 0)")"""
+    query = 'Query(sqlite3.connect("source.db"), "SELECT sku, n FROM s", key="sku")'
+    loop = FAILING.replace("range(20), target", f"{query}, size=4, target")
+    loop = loop.replace("for record in batch:", f"for record in batch:{insert}")
+    shop.write(STOCK + loop.replace("str(record) in bad", 'record[0] == "s01"'), config=ISOLATE)
+    bad(shop)
+    isolate(shop)
+    assert [r["record"] for r in rejects(shop, "sync")] == ["('s01', 1)"]
+    assert applied(shop)[:3] == ["('s00', 0)", "('s00b', 0)", "('s02', 2)"]
+
+
+def test_a_record_is_isolated_with_postgresql_as_the_target(shop: Shop, postgres_dsn: str) -> None:
+    stock = STOCK.replace("sqlite:t.db", postgres_dsn)
+    shop.write(stock + SMALL.replace("VALUES (?)", "VALUES (%s)"), config=ISOLATE)
+    bad(shop, 1)
+    isolate(shop)
+    psycopg = pytest.importorskip("psycopg")
+    with psycopg.connect(postgres_dsn) as connection:
+        rows = connection.execute("SELECT x FROM t ORDER BY x::int").fetchall()
+    assert rows == [(str(n),) for n in range(8) if n != 1]
+
+
+def test_a_batch_that_was_done_before_its_process_died_is_not_taken_for_the_bad_one(
+    shop: Shop,
+) -> None:
+    dying = FAIL.replace(
+        "        yield batch",
+        "        if batch.records == [0] and not os.path.exists('died'):\n"
+        "            open('died', 'w').close()\n            raise OSError('after its commit')\n"
+        "        yield batch",
+    )
+    shop.write(STOCK + FAILING.replace(FAIL, dying), config=ISOLATE)
+    bad(shop, 1)
+    isolate(shop)
+    assert applied(shop) == [str(n) for n in range(20) if n != 1]
+    assert [r["record"] for r in rejects(shop, "sync")] == ["1"]
+
+
+def test_a_source_that_cannot_be_split_is_told(shop: Shop) -> None:
+    pages = """
+def read(after, limit):
+    first = after or 0
+    return list(range(first, first + 4)), first + 4 if first < 8 else None
+"""
+    shop.write(
+        pages
+        + STOCK.replace("\n    ", "\n")
+        + FAILING.replace("\n    ", "\n").replace("range(20)", "read"),
+        config=ISOLATE,
+    )
+    bad(shop, 6)
+    assert isolate(shop, code=1).err.splitlines()[1:4] == [
+        "The record that fails loop 'main' after 4 cannot be isolated.",
+        "Its source gives 4 records in one answer, whatever is asked for.",
+        "Nothing more was committed.",
+    ]
+    assert applied(shop) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("config", ["", 'on_exhausted = "reject"\n'])
+def test_an_error_outside_a_batch_isolates_nothing(shop: Shop, config: str) -> None:
+    down = "\n    if os.path.exists('down'): raise OSError('no network')"
+    breaks = "\n        if batch.number == 3: open('down', 'w'); raise OSError('no network')\n"
+    shop.write(STOCK + down + FAILING.rstrip() + breaks, config=QUICK + (config or ISOLATE))
+    bad(shop)
+    isolate(shop, code=13)
+    assert shop.rows("SELECT state, size, tries, batches FROM run") == [("awaiting", None, 2, 2)]
+
+
+def test_an_isolated_record_can_be_retried(shop: Shop) -> None:
+    shop.write(STOCK + FAILING, config=ISOLATE)
+    bad(shop, 7)
+    isolate(shop)
+    assert shop.project.run("rejects", "retry", "sync").code == 10  # and is isolated again
+    assert states(shop, "sync") == [(1, "7", "retried"), (2, "7", "open")]
+    bad(shop)
+    assert retry(shop, "sync").code == 0
+    assert applied(shop)[-1] == "7"
+
+
+@pytest.mark.parametrize("config", ["", 'on_exhausted = "reject"\n'])
+def test_what_retry_if_calls_transient_is_held_against_no_record(shop: Shop, config: str) -> None:
+    decorator = "@job(retry_if=lambda error: '7 is bad' in str(error))"
+    shop.write(STOCK + FAILING, config=QUICK + (config or ISOLATE), decorator=decorator)
+    bad(shop, 7)
+    isolate(shop, code=13)
+    ended = [("awaiting", "poison", None, 2)]
+    assert shop.rows("SELECT state, reason, size, tries FROM run") == ended
+
+
+def test_what_retry_if_calls_permanent_is_isolated(shop: Shop) -> None:
+    shop.write(STOCK + SMALL, config=ISOLATE, decorator="@job(retry_if=lambda error: False)")
+    bad(shop, 1)
+    isolate(shop)
+    all_but_1(shop)
+
+
+# --- isolation by real workers --------------------------------------------------------------------
+
+KILL = """
+        with batch.transaction() as rows:
+            for record in batch:
+                if str(record) in bad:
+                    os.kill(os.getpid(), 9)
+                rows.execute("INSERT INTO t VALUES (?)", [str(record)])
+        yield batch
+    """
+
+
+def test_k16_a_record_that_kills_its_process_is_rejected_alone_and_the_rest_is_done(
+    shop: Shop,
+) -> None:
+    loop = f"\n    for batch in ctx.batches(range(1, 12_346), target=stock, size=5000):{KILL}"
+    shop.write(STOCK + loop, config="isolate = true\nmax_rejects = 1\n")
+    bad(shop, 7_777)
+    ended = shop.project.run("run", "sync")
+    assert (ended.code, ended.out, ended.err) == (10, "", "")
+    assert sorted(map(int, applied(shop))) == [n for n in range(1, 12_346) if n != 7_777]
+    [reject] = rejects(shop, "sync")
+    assert (reject["record"], reject["can_retry"]) == ("7777", True)
+    assert reject["reason"].startswith("The worker was killed by SIGKILL")
+    assert shop.rows("SELECT read, rejected, state FROM run") == [(12_345, 1, "succeeded")]
+    assert shop.rows("SELECT sum(charged) FROM attempt") == [(13,)]  # 5,000 to 1
+
+
+def test_as_plan_b_a_batch_is_isolated_when_its_tries_are_used_up(shop: Shop) -> None:
+    shop.write(STOCK + FAILING, config='on_exhausted = "reject"\nmax_rejects = 1\n' + QUICK)
+    bad(shop, 7)
+    isolate(shop)
+    assert applied(shop) == [str(n) for n in range(20) if n != 7]
+    #       0-4; fails twice: 5-9; 5-6 is done; fails: 7-8, 7, which is passed; then all the rest
+    assert sizes(shop) == [5, 5, 5, 2, 2, 1, 1, 2, 4, 5]
