@@ -565,29 +565,21 @@ class Wellness(StrEnum):
 
 
 class Reading(NamedTuple):
-    """One row of the table `reading`: what a sample saw; None for what could not be seen.
-
-    Attributes:
-        number: the run's newest commit at that time.
-        limit_source: which limit leaves the least memory: `cgroup /a/b`, `RLIMIT_AS`, `host`.
-        rss_bytes: of the worker and all below it, as are the counts that follow.
-        connections: to the declared databases.
-        pressure: per cent of the last 10 s in which somebody waited for memory.
-    """
+    """One row of the table `reading`: what a sample saw; None for what could not be seen."""
 
     id: int
     at: str
     generation: int
-    number: int
+    number: int  # the run's newest commit at that time
     available_bytes: int | None
     limit_bytes: int | None
-    limit_source: str | None
-    rss_bytes: int | None
-    connections: int | None
+    limit_source: str | None  # which limit leaves the least: `cgroup /a/b`, `RLIMIT_AS`, `host`
+    rss_bytes: int | None  # of the worker and all below it, as are the counts that follow
+    connections: int | None  # to the declared databases
     open_files: int | None
     threads: int | None
     children: int | None
-    pressure: float | None
+    pressure: float | None  # per cent of the last 10 s in which somebody waited for memory
 
 
 class HealthCheck(NamedTuple):
@@ -706,18 +698,13 @@ class Peer(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What a process and all below it use; memory that they share is counted for each.
-
-    Attributes:
-        open_files: None if they may not be seen; then connections are not known either.
-        connections: how many there are, by the name of what is at their other end.
-    """
+    """What a process and all below it use; memory that they share is counted for each."""
 
     rss_bytes: int
-    open_files: int | None
+    open_files: int | None  # None if they may not be seen; then connections are not known either
     threads: int
     children: int
-    connections: dict[str, int]
+    connections: dict[str, int]  # how many, by the name of what is at their other end
 
 
 class Host:
@@ -814,19 +801,21 @@ class Host:
             host = psutil.virtual_memory()
             yield Memory(host.available, host.total, "host")
 
-    def _group_memory(self, place: Path) -> Iterator[Memory]:
-        """Yield what each control group above a process leaves of memory, if it has a limit."""
+    def _groups(self, place: Path) -> Iterator[tuple[Path, str, GroupFiles]]:
+        """Yield where the control groups of a process are that count memory: root, name, files."""
         for line in _text_of(place / "cgroup").splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers == "":
                 alone = (self.cgroups / "cgroup.controllers").exists()
-                root, names = self.cgroups if alone else self.cgroups / "unified", GROUP_V2
+                yield self.cgroups if alone else self.cgroups / "unified", group, GROUP_V2
             elif "memory" in controllers.split(","):
-                root, names = self.cgroups / "memory", GROUP_V1
-            else:
-                continue
+                yield self.cgroups / "memory", group, GROUP_V1
+
+    def _group_memory(self, place: Path) -> Iterator[Memory]:
+        """Yield what each control group above a process leaves of memory, if it has a limit."""
+        for root, group, files in self._groups(place):
             for each in (Path(group), *Path(group).parents):
-                yield from _room_in_group(root / str(each).lstrip("/"), *names, str(each))
+                yield from _room_in_group(root / str(each).lstrip("/"), files, str(each))
 
     def memory_pressure(self) -> float | None:
         """Return the per cent of the last 10 s in which somebody waited for memory (PSI)."""
@@ -846,9 +835,8 @@ class Host:
         if not self._stat_fields(pid):
             return None
         links = [link for each in seen for link in each or ()]
-        rss_bytes = sum(int(fields[21]) for fields in stats) * os.sysconf("SC_PAGE_SIZE")
         return Usage(
-            rss_bytes,
+            sum(int(fields[21]) for fields in stats) * FRAME_BYTES,
             None if seen[0] is None else len(links),
             sum(int(fields[17]) for fields in stats),
             len(stats) - 1,
@@ -953,21 +941,11 @@ class Host:
 
         Those of our own cgroup, plus those of the machine where it counts them: only a rise tells.
         """
-        counted = []
-        for path in ("/proc/vmstat", *self._oom_files()):
-            with contextlib.suppress(OSError):
-                counted += re.findall(r"^oom_kill (\d+)$", Path(path).read_text(), re.MULTILINE)
+        found = self._groups(self.proc / "self")
+        ours = [root / group.lstrip("/") / files.kills for root, group, files in found]
+        texts = map(_text_of, (self.proc / "vmstat", *ours))
+        counted = [n for text in texts for n in re.findall(r"^oom_kill (\d+)$", text, re.MULTILINE)]
         return sum(map(int, counted)) if counted else None
-
-    def _oom_files(self) -> Iterator[str]:
-        """Yield where our memory cgroup, of version 1 or 2, counts its kills."""
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/self/cgroup").read_text().splitlines():
-                _, controllers, path = line.split(":", 2)
-                if controllers == "":
-                    yield f"/sys/fs/cgroup{path}/memory.events"
-                elif "memory" in controllers.split(","):
-                    yield f"/sys/fs/cgroup/memory{path}/memory.oom_control"
 
     @functools.cached_property
     def systemd(self) -> Systemd:
@@ -979,9 +957,6 @@ class Systemd:
     """What systemd is told, if it started us and wants to know; see the head of this section.
 
     Its variables are taken out of the environment, so that no job speaks in our name.
-
-    Attributes:
-        longest_wait_s: how long a turn may be away from the next, for the watchdog's sake.
     """
 
     def __init__(self, host: Host) -> None:
@@ -991,7 +966,7 @@ class Systemd:
         self._address = re.sub("^@", "\0", address)
         watched = period.isdecimal() and int(period) > 0 and pid in ("", str(os.getpid()))
         half_s = int(period) / 2e6 if watched else float("inf")
-        self.longest_wait_s = half_s / 2
+        self.longest_wait_s = half_s / 2  # from one turn to the next, for the watchdog's sake
         self._always = {"WATCHDOG": "1"} if watched else {}
         self._every_s = {
             "STATUS": STATUS_EVERY_S,
@@ -1074,8 +1049,20 @@ def _has_open(process_folder: Path, wanted: os.stat_result) -> bool:
     return False
 
 
-GROUP_V2 = ("memory.max", "memory.current", "inactive_file")
-GROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+class GroupFiles(NamedTuple):
+    """What the files of a control group are called, and the cache in its memory.stat."""
+
+    limit: str
+    used: str
+    cache: str
+    kills: str
+
+
+GROUP_V2 = GroupFiles("memory.max", "memory.current", "inactive_file", "memory.events")
+GROUP_V1 = GroupFiles(
+    *("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    kills="memory.oom_control",
+)
 
 
 def _text_of(path: Path) -> str:
@@ -1086,12 +1073,13 @@ def _text_of(path: Path) -> str:
         return ""
 
 
-def _room_in_group(folder: Path, limit: str, used: str, cache: str, group: str) -> Iterator[Memory]:
+def _room_in_group(folder: Path, files: GroupFiles, group: str) -> Iterator[Memory]:
     """Yield what one control group leaves of memory; nothing without a limit ("max")."""
     with contextlib.suppress(OSError, ValueError):
-        limit_bytes = int((folder / limit).read_text())
-        used_bytes = int((folder / used).read_text())
-        found = re.search(rf"^{cache} ([0-9]+)$", _text_of(folder / "memory.stat"), re.MULTILINE)
+        limit_bytes = int((folder / files.limit).read_text())
+        used_bytes = int((folder / files.used).read_text())
+        cached = _text_of(folder / "memory.stat")
+        found = re.search(rf"^{files.cache} ([0-9]+)$", cached, re.MULTILINE)
         left = limit_bytes - used_bytes + (int(found[1]) if found else 0)
         yield Memory(max(left, 0), limit_bytes, f"cgroup {group}")
 
@@ -1101,7 +1089,7 @@ def _address_space(place: Path) -> Iterator[Memory]:
     found = re.search(r"^Max address space +([0-9]+) ", _text_of(place / "limits"), re.MULTILINE)
     used = _text_of(place / "statm").split()
     if found and used:
-        left = int(found[1]) - int(used[0]) * os.sysconf("SC_PAGE_SIZE")
+        left = int(found[1]) - int(used[0]) * FRAME_BYTES
         yield Memory(max(left, 0), int(found[1]), "RLIMIT_AS")
 
 
@@ -1621,24 +1609,17 @@ JOB_KEYS = {
 
 
 class Need(NamedTuple):
-    """What jobs need: one [[health.dependency]], or one [[health.database]].
+    """What jobs need: one [[health.dependency]], or one [[health.database]]."""
 
-    Attributes:
-        factor: the factor of health that it belongs to.
-        url: or where it is read from; "" if there is a command.
-        jobs: the jobs that need it; none: all.
-        normal: how many connections to it a job normally has; 0: they are not counted.
-    """
-
-    factor: str
+    factor: str  # of health, that it belongs to
     name: str
-    url: str | Mapping[str, object]
+    url: str | Mapping[str, object]  # or where it is read from; "" if there is a command
     timeout_s: float
     critical: bool
-    jobs: tuple[str, ...]
+    jobs: tuple[str, ...]  # that need it; none: all
     command: tuple[str, ...] = ()
     expect: int = 200
-    normal: int = 0
+    normal: int = 0  # how many connections to it a job normally has; 0: they are not counted
 
     def address(self, folder: Path) -> str:
         """Return the url as text, read from elsewhere if it says so.
@@ -5039,19 +5020,14 @@ class Factor(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came back from asking for one need.
-
-    Attributes:
-        peers: the other ends that connections to it may have.
-        connections: how many of them the worker has; None if they cannot be counted.
-    """
+    """What came back from asking for one need."""
 
     name: str
     state: Wellness
     why: str
     elapsed_s: float = 0.0
-    peers: Sequence[Peer] = ()
-    connections: int | None = None
+    peers: Sequence[Peer] = ()  # the other ends that connections to it may have
+    connections: int | None = None  # how many of them the worker has, if they can be counted
 
 
 class Verdict(NamedTuple):
@@ -5172,31 +5148,22 @@ def verdict_of(factors: Iterable[Factor]) -> Verdict:
 
 
 class Judgement(NamedTuple):
-    """What follows from a check.
-
-    Attributes:
-        told: a line for people; empty if nothing changed.
-        next_s: when to check again, on the clock that was given.
-    """
+    """What follows from a check."""
 
     verdict: Verdict
-    told: str
-    next_s: float
+    told: str  # a line for people; empty if nothing changed
+    next_s: float  # when to check again, on the clock that was given
 
 
 class HealthMonitor:
-    """Makes of one check after another a verdict that does not flap.
-
-    Attributes:
-        verdict: the newest one.
-    """
+    """Makes of one check after another a verdict that does not flap."""
 
     def __init__(self, health: HealthConfig, random: Callable[[], float]) -> None:
         self._health, self._random = health, random  # random: from 0 to below 1
         self._bad: dict[str, Factor] = {}  # the factors that have become bad, as last seen so
         self._in_a_row = dict.fromkeys(FACTORS, 0)  # checks that speak against what a factor is
         self._since_well = 0
-        self.verdict = WELL
+        self.verdict = WELL  # the newest
 
     def judge(self, factors: Sequence[Factor], now_s: float) -> Judgement:
         """Take one check's factors up; the clock is any that nobody sets."""
@@ -5525,15 +5492,12 @@ class Inquiry:
 
     Call `poll` until it is true, or `end` at any time; a supervisor before it reaps the children
     of others. One object is one round.
-
-    Attributes:
-        answers: what has come back so far, by the name of the need.
     """
 
     def __init__(self, needs: Iterable[Need], folder: Path, host: Host) -> None:
         self._host, self._rest = host, b""
         self._process: subprocess.Popen[bytes] | None = None
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, Answer] = {}  # what has come back so far, by the need's name
         self._waiting: dict[str, Question] = {}
         for need in needs:
             try:
@@ -6202,16 +6166,11 @@ class Overdue(BaseException):
 
 
 class Release(NamedTuple):
-    """One thing to be released.
-
-    Attributes:
-        call: releases it; is given why the attempt did not succeed, or None.
-        around: entered around the call, outside its time limit.
-    """
+    """One thing to be released."""
 
     name: str
-    call: Callable[[BaseException | None], object]
-    around: contextlib.AbstractContextManager[object]
+    call: Callable[[BaseException | None], object]  # given why the attempt did not succeed, or None
+    around: contextlib.AbstractContextManager[object]  # entered around it, outside its time limit
 
 
 class CleanupStack:
@@ -11048,19 +11007,14 @@ def command(group: str, *parameters: Any, exits: Iterable[ExitCode] = ()) -> Cal
 
 
 class Console:
-    """Where a command's words go; a Watcher of supervisors.
-
-    Attributes:
-        as_json: results are JSON, and what happens is JSON lines.
-        quiet: only results and letters.
-        verbose: plain lines about what happens, also on a terminal.
-        tells: say in words what happens, whoever reads it; without progress.
-        config: the path given by --config or BATCHRUN_CONFIG, else nothing.
-    """
+    """Where a command's words go; a Watcher of supervisors."""
 
     def __init__(self, host: Host) -> None:
-        self.as_json = self.quiet = self.verbose = self.tells = False
-        self.config = ""
+        self.as_json = False  # results are JSON, and what happens is JSON lines
+        self.quiet = False  # only results and letters
+        self.verbose = False  # plain lines about what happens, also on a terminal
+        self.tells = False  # say in words what happens, whoever reads it; without progress
+        self.config = ""  # the path given by --config or BATCHRUN_CONFIG
         self._host = host
         self._drawn = False  # whether a live line is there now
         self._began: tuple[float, int] | None = None  # when progress was first shown, and records
