@@ -3009,7 +3009,8 @@ READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> v
 class Ledger:
     """What happened, in verbs: each public method that writes is one transaction.
 
-    Use `open_ledger`. One process, one connection; never shared with a forked child.
+    Use `open_ledger`. One process, one connection; never shared with a forked child. A verb that is
+    given a generation raises LostOwnership, and changes nothing, if another one took the run over.
     """
 
     def __init__(self, path: Path, host: Host, connection: apsw.Connection) -> None:
@@ -3044,7 +3045,7 @@ class Ledger:
         Raises:
             StateDirectoryError: the disk or a reader was in the way; what was read may not last.
         """
-        if not self._empty_log(BUSY_LIMIT_S):
+        if not self.empty_log(BUSY_LIMIT_S):
             raise StateDirectoryError(
                 f"The log of the ledger {self.path} cannot be written back.",
                 why="The last owner did not end cleanly, and another process has kept the"
@@ -3053,12 +3054,11 @@ class Ledger:
                 todo=f"See who reads it: fuser -v {self.path}; then start again.",
             )
 
-    def shorten_log(self) -> bool:
-        """Empty the WAL if nobody is in the way, without waiting; tell whether it is empty."""
-        return self._empty_log(0)
+    def empty_log(self, patience_s: float = 0) -> bool:
+        """Empty the WAL to its end, if nobody is in the way for longer; tell whether it is empty.
 
-    def _empty_log(self, patience_s: float) -> bool:
-        """Empty the WAL to its end; a checkpoint by someone else is busy without any wait."""
+        A checkpoint by someone else is busy without any wait.
+        """
         until = self._host.monotonic() + patience_s
         self._patience_s = patience_s
         try:
@@ -3279,10 +3279,6 @@ class Ledger:
         bindings = (after, what, *([run.key] if run else []))
         return [Event(*row) for row in self._rows(sql, *bindings)]
 
-    def said_since(self, run: Run, event: int) -> list[Event]:
-        """Return the lines for people that were recorded after an event."""
-        return self.events(run, what=SAID, after=event)
-
     def refused_since_success(self, job: str) -> int:
         """Return how many starts of a job were refused since it last succeeded."""
         last = self.last_success(job)
@@ -3295,10 +3291,6 @@ class Ledger:
     def barrier(self) -> Barrier | None:
         """Return the barrier that is up, as far as the ledger has met it."""
         return self._one(Barrier, "WHERE closed IS NULL")
-
-    def latest_barrier(self) -> Barrier | None:
-        """Return the newest barrier, up or not."""
-        return self._one(Barrier, "ORDER BY id DESC LIMIT 1")
 
     def turned_away(self, barrier: Barrier) -> list[tuple[str, str, int]]:
         """Return what a barrier did to starts: `refused` or `deferred`, the job, how often."""
@@ -3352,13 +3344,13 @@ class Ledger:
                 self._close_barrier(barrier, who, why)
                 reach("barrier.closed")
         reach("barrier.lowered")
-        return self.latest_barrier() if barrier else None
+        return self._one(Barrier, "WHERE id = ?", barrier.id) if barrier else None
 
     def refuse(self, job: str, who: str, why: str, find: Callable[[], Lockfile | None]) -> None:
         """Record a start that was refused by maintenance, and the barrier if it was not known."""
         with self._writing():
             self._know_barrier(find(), who)
-            self._event(None, job, who, REFUSED, why)
+            self._event(job, who, REFUSED, why)
 
     def _know_barrier(self, found: Lockfile | None, who: str) -> None:
         """Let the rows say what was found; the lockfile decides, whoever made or removed it."""
@@ -3371,15 +3363,15 @@ class Ledger:
         if barrier is None:
             names = ("device", "inode", "changed_ns", "reason", "until", "scopes")
             told = {name: getattr(found, name) for name in names}
-            opened = self._event(None, None, who, "maintenance on", found.reason)
+            opened = self._event(None, who, "maintenance on", found.reason)
             at = found.since or self._host.now()
             self._insert("barrier", at=at, who=found.by, opened=opened, **told)
         if found.overdue and (barrier is None or barrier.overdue is None):
-            event = self._event(None, None, who, "maintenance overdue", found.overdue)
+            event = self._event(None, who, "maintenance overdue", found.overdue)
             self._set("barrier", {"closed": None}, overdue=event)
 
     def _close_barrier(self, barrier: Barrier, who: str, why: str) -> None:
-        closed = self._event(None, None, who, "maintenance off", why)
+        closed = self._event(None, who, "maintenance off", why)
         ended = {"closed_at": self._host.now(), "closed_why": why}
         self._set("barrier", {"id": barrier.id, "closed": None}, closed=closed, **ended)
 
@@ -3390,8 +3382,7 @@ class Ledger:
     ) -> int:
         """Record something that changes no run, such as a refused start; return the event's id."""
         with self._writing():
-            key, job = (run.key, run.job) if run else (None, job)
-            return self._event(key, job, who, what, why)
+            return self._event(run or job, who, what, why)
 
     def admit(self, job: str, start: Start, agree: Callable[[Run], Agreement]) -> Admission:
         """Take the job's unfinished run, or begin a new one, under a new generation.
@@ -3429,8 +3420,7 @@ class Ledger:
                 self._take_over(run, start, agree(run), said, kept=kept)
             admitted = self.newest_event()
             generation = self._insert_attempt(run, start.owner)
-            mine: dict[str, object] = {"run": run.key, "generation": generation}
-            self._set("attempt", mine, admitted=admitted)
+            self._set_attempt(run, generation, admitted=admitted)
             reach("admit.commit")
         reach("admit.committed")
         return Admission(self.run(run.key), generation, said, deferred)
@@ -3463,8 +3453,8 @@ class Ledger:
                 run = self._insert_run(job, start, RunState.WAITING)
             self._keep_overrides(run, start)
             first = {"at": self._host.now(), "who": start.who} | (run.deferred or {})
-            self._set("run", {"key": run.key}, deferred={**first, **note})
-            self._event(run.key, job, start.who, DEFERRED, why)
+            self._set_run(run, deferred={**first, **note})
+            self._event(run, start.who, DEFERRED, why)
             reach("defer.commit")
         reach("defer.committed")
         return self.run(run.key)
@@ -3489,11 +3479,12 @@ class Ledger:
             fresh_in_a_row=start.fresh_in_a_row,
             retry_of=start.retry and (start.retry.of.retry_of or start.retry.of.id),
         )
+        run = self.run(key)
         said = "started" if state == RunState.RESERVED else str(state)
-        self._event(key, job, start.who, said, TRANSITIONS[NEW, state])
+        self._event(run, start.who, said, TRANSITIONS[NEW, state])
         if start.retry:
             self._take_up(start.retry, key)
-        return self.run(key)
+        return run
 
     def _take_up(self, retry: Retry, key: int) -> None:
         """Let a new run have the rejects that it is to run again, and no other."""
@@ -3536,10 +3527,10 @@ class Ledger:
         if not kept:
             self._move(run, RunState.RESERVED, who=start.who, why=agreement.said)
         elif agreement.said:
-            self._event(run.key, run.job, start.who, RunState.RESERVED, agreement.said)
+            self._event(run, start.who, RunState.RESERVED, agreement.said)
         decided = run.state in (RunState.FAILED, RunState.AWAITING)
         if decided or is_paused_by_person(run):  # and now decided anew: all tries are free again
-            self._set("run", {"key": run.key}, tries=0)
+            self._set_run(run, tries=0)
         self._keep_overrides(run, start)
         if agreement.content is not None:
             start.write_checkpoint(run.id, agreement.content)
@@ -3556,7 +3547,7 @@ class Ledger:
                 unchanged="Nothing was changed.",
                 todo="Leave out --set, or add --accept-settings, or start anew with --fresh.",
             )
-        self._set("run", {"key": run.key}, overrides=start.overrides)
+        self._set_run(run, overrides=start.overrides)
 
     def _insert_attempt(self, run: Run, owner: ProcessIdentity) -> int:
         """Raise the generation and insert its attempt."""
@@ -3572,17 +3563,10 @@ class Ledger:
         return generation
 
     def open_attempt(self, run: Run, generation: int, worker: ProcessIdentity, basis: Basis) -> Run:
-        """Record who works, and, before the first commit, what the run is based on.
-
-        Raises:
-            LostOwnership: another generation took over.
-        """
+        """Record who works, and, before the first commit, what the run is based on."""
         with self._owning(run, generation):
-            self._set(
-                "attempt", {"run": run.key, "generation": generation}, worker=worker._asdict()
-            )
-            based = {"settings": basis.settings, "job_version": basis.job_version}
-            self._set("run", {"key": run.key}, **based)
+            self._set_attempt(run, generation, worker=worker._asdict())
+            self._set_run(run, settings=basis.settings, job_version=basis.job_version)
             self._set("run", {"key": run.key, "number": 0}, hash=basis.first_hash)
         return self.run(run.key)
 
@@ -3591,7 +3575,7 @@ class Ledger:
     ) -> None:
         """Move a run from `reserved` to `running`: its worker hands out the first batch now."""
         with self._owning(run, generation):
-            self._set("run", {"key": run.key}, expected=expected)
+            self._set_run(run, expected=expected)
             self._sql(ARM, {"key": run.key, "tried": tried})
             self._move(run, RunState.RUNNING, who="worker")
 
@@ -3713,7 +3697,7 @@ class Ledger:
             self._connection.executemany(sql, [(why, *row.spot) for row in rows])
             dropped = self._connection.total_changes() - before
             if dropped:
-                self._event(run.key, run.job, who, f"{dropped} rejects dropped", why)
+                self._event(run, who, f"{dropped} rejects dropped", why)
             return dropped
 
     def _confirm_rejects(self, run: Run, checkpoint: Checkpoint) -> None:
@@ -3729,14 +3713,10 @@ class Ledger:
     def end_attempt(
         self, run: Run, generation: int, end: AttemptEnd, releases: list[dict[str, Any]]
     ) -> None:
-        """Record, fenced, how the worker's own attempt ended; the run's edge is made from it.
-
-        Raises:
-            LostOwnership: another generation took over.
-        """
+        """Record, fenced, how the worker's own attempt ended; the run's edge is made from it."""
         with self._owning(run, generation):
             self._write_end(run.key, generation, end)
-            self._set("attempt", {"run": run.key, "generation": generation}, releases=releases)
+            self._set_attempt(run, generation, releases=releases)
 
     def _write_end(self, key: int, generation: int, end: AttemptEnd) -> None:
         """Record how an attempt ended, unless its worker has said it already."""
@@ -3768,7 +3748,7 @@ class Ledger:
         """
         with self._owning(run, generation):
             if diagnosis:
-                self._set("attempt", {"run": run.key, "generation": generation}, **diagnosis)
+                self._set_attempt(run, generation, **diagnosis)
             return self._settle(self.run(run.key), seen, "supervisor", decide)
 
     def _settle(
@@ -3785,7 +3765,7 @@ class Ledger:
         state, reason, why = decide(run, attempt)
         if state != run.state:
             return self._move(run, state, who=who, why=why, reason=reason)
-        self._event(run.key, run.job, who, state, why)
+        self._event(run, who, state, why)
         return run
 
     def _charge(self, run: Run, attempt: Attempt) -> Run:
@@ -3795,8 +3775,8 @@ class Ledger:
             caused = False  # no batch was open
         if not caused or attempt.charged:
             return run
-        self._set("attempt", {"run": run.key, "generation": attempt.generation}, charged=1)
-        self._set("run", {"key": run.key}, tries=run.tries + 1)
+        self._set_attempt(run, attempt.generation, charged=1)
+        self._set_run(run, tries=run.tries + 1)
         return self.run(run.key)
 
     def rest(self, run: Run, reason: Reason, why: str) -> Run:
@@ -3817,9 +3797,6 @@ class Ledger:
         """Record a cleanup whose resource is about to be made; None if this attempt has it already.
 
         What an earlier attempt of the job left pending of it is the new row's from now on.
-
-        Raises:
-            LostOwnership: another generation took over.
         """
         same = (
             "FROM cleanup c WHERE done_at IS NULL AND function = ?1 AND arguments = ?2"
@@ -3865,7 +3842,7 @@ class Ledger:
     def note_releases(self, run: Run, generation: int, until: float | None) -> None:
         """Record by when (CLOCK_MONOTONIC) a worker has released what it holds; None: it has."""
         with self._owning(run, generation):
-            self._set("attempt", {"run": run.key, "generation": generation}, cleans_until=until)
+            self._set_attempt(run, generation, cleans_until=until)
 
     def begin_cleaning(self, run: Run, owner: ProcessIdentity, who: str) -> int:
         """Begin an attempt that only runs pending cleanups, before a cancel or after the end.
@@ -3876,12 +3853,9 @@ class Ledger:
             The attempt's generation.
         """
         with self._writing():
-            run = self.run(run.key)
-            if run.state in OWNED:
-                run = self._settle(run, DIED, who)
+            run = self._left(run, who)
             if not run.finished:
-                self._set("run", {"key": run.key}, request=Request.CANCEL)
-                self._event(run.key, run.job, who, "requested: cancel", "")
+                self._wish(run, Request.CANCEL, who)
             return self._insert_attempt(run, owner)
 
     def end_cleaning(
@@ -3890,7 +3864,7 @@ class Ledger:
         """End such an attempt, whatever came of it, and cancel its run if it is unfinished."""
         with self._owning(run, generation):
             if diagnosis:
-                self._set("attempt", {"run": run.key, "generation": generation}, **diagnosis)
+                self._set_attempt(run, generation, **diagnosis)
             self._write_end(run.key, generation, seen)
             run = self.run(run.key)
             return run if run.finished else self._cancel(run, who, "a person decided so")
@@ -3951,19 +3925,15 @@ class Ledger:
                     unchanged="Nothing was changed.",
                     todo=f"See: batchrun status {run.job}",
                 )
-            self._event(run.key, run.job, who, f"requested: {request}", "")
+            self._event(run, who, f"requested: {request}")
 
     def ask(self, run: Run, generation: int, name: str, summary: str) -> Approval:
-        """Store a job's question, unless it was asked before, and return it as it stands.
-
-        Raises:
-            LostOwnership: another generation took over.
-        """
+        """Store a job's question, unless it was asked before, and return it as it stands."""
         with self._owning(run, generation):
             sql = "INSERT INTO approval (run, name, summary, asked_at) VALUES (?, ?, ?, ?)"
             values = (run.key, name, summary, self._host.now())
             if self._sql(f"{sql} ON CONFLICT DO NOTHING RETURNING 1", values).fetchone():
-                self._event(run.key, run.job, "worker", f"asked: {name}", summary)
+                self._event(run, "worker", f"asked: {name}", summary)
         return next(question for question in self.approvals(run) if question.name == name)
 
     def approve(self, run: Run, name: str, by: str, why: str, who: str) -> None:
@@ -3979,17 +3949,15 @@ class Ledger:
             answer = {"who": by, "why": why, "answered_at": self._host.now()}
             self._set("approval", {"run": run.key, "name": name, "answered_at": None}, **answer)
             told = f"by {by}: {why}" if by != who else why
-            self._event(run.key, run.job, who, f"approved: {name}", told)
+            self._event(run, who, f"approved: {name}", told)
 
     def cancel(self, run: Run, who: str, why: str) -> None:
         """Cancel a run that nobody owns, unless it has succeeded; the caller holds the lock."""
         with self._writing():
-            run = self.run(run.key)
-            if run.state in OWNED:
-                run = self._settle(run, DIED, who)
-                if run.finished:
-                    return
-            self._cancel(run, who, why)
+            was_owned = self.run(run.key).state in OWNED
+            run = self._left(run, who)
+            if not (was_owned and run.finished):
+                self._cancel(run, who, why)
 
     def _cancel(self, run: Run, who: str, why: str) -> Run:
         """Cancel under a new generation, so that no earlier owner can write any more."""
@@ -4004,7 +3972,7 @@ class Ledger:
         says what happened.
         """
         with self._writing():
-            self._pause(self.run(run.key), who, Reason.PERSON)
+            self._pause(run, who, Reason.PERSON)
 
     def stop_at_barrier(
         self, run: Run, who: str, why: str, find: Callable[[], Lockfile | None]
@@ -4018,14 +3986,22 @@ class Ledger:
             elif run.reason != Reason.MAINTENANCE:  # else the worker was turned away
                 self._pause(run, who, Reason.MAINTENANCE, why)
 
+    def _wish(self, run: Run, request: Request, who: str) -> None:
+        """Keep a wish that whoever takes the run next will honour."""
+        self._set_run(run, request=request)
+        self._event(run, who, f"requested: {request}")
+
+    def _left(self, run: Run, who: str) -> Run:
+        """Return a run that nobody owns as it stands now, settled if its owner is gone."""
+        run = self.run(run.key)
+        return self._settle(run, DIED, who) if run.state in OWNED else run
+
     def _pause(self, run: Run, who: str, reason: Reason, why: str = "") -> None:
-        if run.state in OWNED:
-            run = self._settle(run, DIED, who)
+        run = self._left(run, who)
         if run.finished:
             return
         if run.state in (RunState.WAITING, RunState.AWAITING):
-            self._set("run", {"key": run.key}, request=Request.PAUSE)
-            self._event(run.key, run.job, who, f"requested: {Request.PAUSE}", "")
+            self._wish(run, Request.PAUSE, who)
             return
         self._supersede(run)
         self._change(run, RunState.RESERVED)
@@ -4042,13 +4018,13 @@ class Ledger:
             lost = f"commits {run.number + 1} to {checkpoint.number - 1} have no rows"
             generation = max(run.generation, checkpoint.generation + 1)
             before = {"generation": generation, "number": checkpoint.number - 1}
-            self._set("run", {"key": run.key}, **before)
+            self._set_run(run, **before)
             self._catch_up_with_events(checkpoint, who)
             of_run = (run.key, checkpoint.number)
             self._sql("DELETE FROM batch WHERE run = ? AND number >= ?", of_run)
             self._apply_commit(run, checkpoint, content, digest, generation)
             why = f"checkpoint {checkpoint.number} adopted; {lost}"
-            self._event(run.key, run.job, who, "repaired", why)
+            self._event(run, who, "repaired", why)
             if run.state in OWNED:
                 self._move(run, RunState.INTERRUPTED, who=who, why="taken over by repair")
 
@@ -4086,7 +4062,7 @@ class Ledger:
         """Change a run's state, append the event, and return the run."""
         self._change(run, to, why=why, reason=reason)
         said = f"{to} ({reason})" if reason else str(to)
-        self._event(run.key, run.job, who, said, why or TRANSITIONS[run.state, to])
+        self._event(run, who, said, why or TRANSITIONS[run.state, to])
         return self.run(run.key)
 
     def _change(self, run: Run, to: RunState, *, why: str = "", reason: str = "") -> None:
@@ -4102,9 +4078,11 @@ class Ledger:
         if self._sql(MOVE, bound).fetchone() is None:
             raise IllegalTransition(f"Run {run.id} was no longer {run.state}.")
 
-    def _event(self, run: int | None, job: str | None, who: str, what: str, why: str) -> int:
+    def _event(self, of: Run | str | None, who: str, what: str, why: str = "") -> int:
+        """Append an event about a run, about a job, or about neither; return its id."""
+        key, job = (of.key, of.job) if isinstance(of, Run) else (None, of)
         at = self._host.now()
-        return self._insert("event", at=at, run=run, job=job, who=who, what=what, why=why)
+        return self._insert("event", at=at, run=key, job=job, who=who, what=what, why=why)
 
     def _supersede(self, run: Run) -> int:
         """Raise a run's generation, so that no earlier owner can write; return it."""
@@ -4135,6 +4113,12 @@ class Ledger:
         fits = " AND ".join(f"{name} IS :_{name}" for name in which)
         values = bound_values(columns) | {f"_{name}": value for name, value in which.items()}
         self._sql(f"UPDATE {table} SET {changes} WHERE {fits}", values)
+
+    def _set_run(self, run: Run, **columns: object) -> None:
+        self._set("run", {"key": run.key}, **columns)
+
+    def _set_attempt(self, run: Run, generation: int, **columns: object) -> None:
+        self._set("attempt", {"run": run.key, "generation": generation}, **columns)
 
     # -- integrity ----------------------------------------------------------------------
 
@@ -9709,7 +9693,7 @@ class Supervisor:
             self._code = code_digest()
             outcome = self._run_until_done()
             with contextlib.suppress(BatchrunError):  # what is recorded is durable already
-                self._ledger.shorten_log()
+                self._ledger.empty_log()
             return outcome._replace(signalled=self._stops.count > 0)
         except MaintenanceOn as refusal:
             return self._turned_away(refusal)._replace(signalled=self._stops.count > 0)
@@ -9891,7 +9875,7 @@ class Supervisor:
             if unclean:
                 self._ledger.make_durable()
             else:
-                self._ledger.shorten_log()  # frames whose sync failed are not to be built upon
+                self._ledger.empty_log()  # frames whose sync failed are not to be built upon
             self._store.open()
             self._store.sweep()
             retire_witnesses(self._ledger, self._store)
@@ -10095,7 +10079,7 @@ class Supervisor:
         ended = False
         while not ended:
             ended = worker.has_ended()
-            for event in self._ledger.said_since(run, shown):
+            for event in self._ledger.events(run, what=SAID, after=shown):
                 self._watcher.say(event.why)
                 shown = event.id
             if not ended:
