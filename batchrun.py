@@ -3399,22 +3399,12 @@ class Ledger:
             PersonNeeded: the run may not go on unasked.
         """
         with self._writing():
-            require_known_version(self._connection, self.path)
-            self._know_barrier(start.require_admission(), start.who)
-            reach("admit.judged")
             said: list[str] = []
-            run = self.unfinished(job)
-            kept = run is not None and self._is_kept(run, start.owner)
-            if run is not None:
-                run = self._settled(run, start, said, kept=kept)
-            if start.retry and run is not None and not run.finished:
-                raise unfinished_before_retry(run)
-            if start.only_resume and (
-                run is None or run.finished or (start.leaves(run) and not kept)
-            ):
+            run, kept = self._judged(job, start, said)
+            if start.only_resume and (run is None or (start.leaves(run) and not kept)):
                 return Admission(run or self._finished_meanwhile(job), 0, said)
             deferred = (run and run.deferred) or {}
-            if run is None or run.finished:
+            if run is None:
                 run = self._insert_run(job, start, RunState.RESERVED)
             else:
                 self._take_over(run, start, agree(run), said, kept=kept)
@@ -3440,16 +3430,10 @@ class Ledger:
             PersonNeeded: the run may not go on unasked.
         """
         with self._writing():
-            require_known_version(self._connection, self.path)
-            self._know_barrier(start.require_admission(), start.who)
-            run = self.unfinished(job)
-            if run is not None:
-                run = self._settled(run, start, [], kept=False)
-            if start.only_resume and (run is None or run.finished):
-                return run or self._finished_meanwhile(job)
-            if start.retry and run is not None and not run.finished:
-                raise unfinished_before_retry(run)
-            if run is None or run.finished:
+            run, _ = self._judged(job, start, [])
+            if run is None:
+                if start.only_resume:
+                    return self._finished_meanwhile(job)
                 run = self._insert_run(job, start, RunState.WAITING)
             self._keep_overrides(run, start)
             first = {"at": self._host.now(), "who": start.who} | (run.deferred or {})
@@ -3459,6 +3443,21 @@ class Ledger:
         reach("defer.committed")
         return self.run(run.key)
 
+    def _judged(self, job: str, start: Start, said: list[str]) -> tuple[Run | None, bool]:
+        """Return the unfinished run that a start finds, settled, and whether its owner keeps it."""
+        require_known_version(self._connection, self.path)
+        self._know_barrier(start.require_admission(), start.who)
+        reach("admit.judged")
+        run = self.unfinished(job)
+        kept = run is not None and self._is_kept(run, start.owner)
+        if run is not None:
+            run = self._settled(run, start, said, kept=kept)
+        if run is None or run.finished:
+            return None, False
+        if start.retry:
+            raise unfinished_before_retry(run)
+        return run, kept
+
     def _finished_meanwhile(self, job: str) -> Run:
         run = self.latest(job)
         if run is None:
@@ -3467,24 +3466,22 @@ class Ledger:
 
     def _insert_run(self, job: str, start: Start, state: RunState) -> Run:
         """Insert a new run in state `reserved` or `waiting`."""
-        now = self._host.now()
-        key = self._insert(
-            "run",
-            id=start.run_id,
-            job=job,
-            state=state,
-            created_at=now,
-            changed_at=now,
-            overrides=start.overrides,
-            fresh_in_a_row=start.fresh_in_a_row,
-            retry_of=start.retry and (start.retry.of.retry_of or start.retry.of.id),
-        )
-        run = self.run(key)
+        columns = {
+            "overrides": start.overrides,
+            "fresh_in_a_row": start.fresh_in_a_row,
+            "retry_of": start.retry and (start.retry.of.retry_of or start.retry.of.id),
+        }
+        run = self._make_run(start.run_id, job, state, self._host.now(), **columns)
         said = "started" if state == RunState.RESERVED else str(state)
         self._event(run, start.who, said, TRANSITIONS[NEW, state])
         if start.retry:
-            self._take_up(start.retry, key)
+            self._take_up(start.retry, run.key)
         return run
+
+    def _make_run(self, name: str, job: str, state: RunState, at: str, **columns: object) -> Run:
+        """Insert the row of a run that was begun at a moment, and return it."""
+        begun = {"id": name, "job": job, "state": state, "created_at": at}
+        return self.run(self._insert("run", **begun, changed_at=self._host.now(), **columns))
 
     def _take_up(self, retry: Retry, key: int) -> None:
         """Let a new run have the rejects that it is to run again, and no other."""
@@ -3551,15 +3548,9 @@ class Ledger:
 
     def _insert_attempt(self, run: Run, owner: ProcessIdentity) -> int:
         """Raise the generation and insert its attempt."""
-        generation = self._supersede(run)
-        self._insert(
-            "attempt",
-            run=run.key,
-            generation=generation,
-            supervisor=owner._asdict(),
-            began_at=self._host.now(),
-            from_number=self.run(run.key).number,
-        )
+        generation, number = self._supersede(run), self.run(run.key).number
+        mine = {"run": run.key, "generation": generation, "supervisor": owner._asdict()}
+        self._insert("attempt", **mine, began_at=self._host.now(), from_number=number)
         return generation
 
     def open_attempt(self, run: Run, generation: int, worker: ProcessIdentity, basis: Basis) -> Run:
@@ -3723,14 +3714,8 @@ class Ledger:
         said: dict[str, object] = {"run": key, "generation": generation, "ending": None}
         if end.ending in (Ending.OVERDUE, Ending.RECYCLED):  # the worker knew only: stop
             self._set("attempt", said | {"ending": Ending.STOPPED}, ending=None)
-        self._set(
-            "attempt",
-            said,
-            ended_at=self._host.now(),
-            cleans_until=None,
-            to_number=self.run(key).number,
-            **end._asdict(),
-        )
+        ended: dict[str, object] = {"ended_at": self._host.now(), "to_number": self.run(key).number}
+        self._set("attempt", said, cleans_until=None, **ended, **end._asdict())
 
     def settle(
         self,
@@ -3747,8 +3732,7 @@ class Ledger:
         the worker's process.
         """
         with self._owning(run, generation):
-            if diagnosis:
-                self._set_attempt(run, generation, **diagnosis)
+            self._set_attempt(run, generation, **diagnosis)
             return self._settle(self.run(run.key), seen, "supervisor", decide)
 
     def _settle(
@@ -3863,8 +3847,7 @@ class Ledger:
     ) -> Run:
         """End such an attempt, whatever came of it, and cancel its run if it is unfinished."""
         with self._owning(run, generation):
-            if diagnosis:
-                self._set_attempt(run, generation, **diagnosis)
+            self._set_attempt(run, generation, **diagnosis)
             self._write_end(run.key, generation, seen)
             run = self.run(run.key)
             return run if run.finished else self._cancel(run, who, "a person decided so")
@@ -4036,17 +4019,8 @@ class Ledger:
         older = self.unfinished(checkpoint.job)
         if older is not None:
             self._cancel(older, who, "repair found a later run of the job")
-        return self.run(
-            self._insert(
-                "run",
-                id=checkpoint.run,
-                job=checkpoint.job,
-                state=RunState.RESERVED,
-                created_at=checkpoint.at,
-                changed_at=self._host.now(),
-                job_version=checkpoint.job_version,
-            )
-        )
+        begun = (checkpoint.run, checkpoint.job, RunState.RESERVED, checkpoint.at)
+        return self._make_run(*begun, job_version=checkpoint.job_version)
 
     def _catch_up_with_events(self, checkpoint: Checkpoint, who: str) -> None:
         """Let the ledger's clock stand after every event that a checkpoint knows of."""
@@ -4118,7 +4092,8 @@ class Ledger:
         self._set("run", {"key": run.key}, **columns)
 
     def _set_attempt(self, run: Run, generation: int, **columns: object) -> None:
-        self._set("attempt", {"run": run.key, "generation": generation}, **columns)
+        if columns:
+            self._set("attempt", {"run": run.key, "generation": generation}, **columns)
 
     # -- integrity ----------------------------------------------------------------------
 
