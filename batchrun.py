@@ -1206,27 +1206,23 @@ def write_line(descriptor: int, text: str) -> None:
         write_all(descriptor, f"{text}\n".encode(errors="replace"))
 
 
+READ_PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link, no waiting pipe
+MAKE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
 def prepare_file(directory: int, name: str, content: bytes) -> str:
     """Write a file whole and durable under a temporary name, and return that name.
-
-    Args:
-        directory: descriptor of the directory that will hold the file.
-        name: the final name, not touched yet.
-        content: all of it.
 
     Raises:
         OSError: nothing was left behind.
     """
     temporary = f".{name}.{os.getpid()}.{time.monotonic_ns():x}{TEMPORARY_SUFFIX}"
-    ways = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(temporary, ways, 0o600, dir_fd=directory)
+    descriptor = os.open(temporary, MAKE_NEW, 0o600, dir_fd=directory)
     try:
-        try:
+        with os.fdopen(descriptor, "wb", buffering=0):
             write_all(descriptor, content)
             reach("file.fsync")
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
     except BaseException:
         discard_file(directory, temporary)
         raise
@@ -1246,6 +1242,16 @@ def discard_file(directory: int, temporary: str) -> None:
 
 
 @contextlib.contextmanager
+def prepared_file(directory: int, name: str, content: bytes) -> Iterator[str]:
+    """Prepare a file and yield its temporary name; remove it at the end if it still has that."""
+    temporary = prepare_file(directory, name, content)
+    try:
+        yield temporary
+    finally:
+        discard_file(directory, temporary)
+
+
+@contextlib.contextmanager
 def open_folder(path: Path) -> Iterator[int]:
     """Hold a folder open and yield its descriptor."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -1257,19 +1263,13 @@ def open_folder(path: Path) -> Iterator[int]:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file by a whole and durable new one, or leave it as it was."""
-    with open_folder(path.parent) as directory:
-        temporary = prepare_file(directory, path.name, content)
-        try:
-            publish_file(directory, temporary, path.name)
-        except BaseException:
-            discard_file(directory, temporary)
-            raise
+    with open_folder(path.parent) as folder, prepared_file(folder, path.name, content) as temporary:
+        publish_file(folder, temporary, path.name)
 
 
 def make_private_file(path: Path) -> None:
     """Make an empty file with mode 0600, whatever the umask; it must not be there."""
-    ways = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, ways, 0o600)
+    descriptor = os.open(path, MAKE_NEW, 0o600)
     os.fchmod(descriptor, 0o600)
     os.close(descriptor)
 
@@ -2620,22 +2620,19 @@ class CheckpointStore:
         Raises:
             BrokenCheckpoint: what stands there is no regular file.
         """
-        ways = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            descriptor = os.open(self.path(run), ways)
+            descriptor = os.open(self.path(run), READ_PLAIN)
         except FileNotFoundError:
             return None
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):
                 raise BrokenCheckpoint("it is a link or a socket, not a file") from error
             raise
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise BrokenCheckpoint("it is a directory or a pipe, not a file")
-            with os.fdopen(descriptor, "rb", closefd=False) as file:
-                return file.read(CHECKPOINT_MAX_BYTES + 1)
-        finally:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
+            raise BrokenCheckpoint("it is a directory or a pipe, not a file")
+        with os.fdopen(descriptor, "rb") as file:
+            return file.read(CHECKPOINT_MAX_BYTES + 1)
 
     def prepare(self, run: str, content: bytes) -> str:
         """Make the bytes of a checkpoint durable under a temporary name; return that name."""
@@ -2655,12 +2652,8 @@ class CheckpointStore:
 
     def replace(self, run: str, content: bytes) -> None:
         """Write a run's checkpoint anew, in a new inode; leave no temporary file if that fails."""
-        temporary = self.prepare(run, content)
-        try:
+        with prepared_file(self._directory, f"{run}.json", content) as temporary:
             self.publish(run, temporary)
-        except BaseException:
-            self.discard(temporary)
-            raise
 
     def remove(self, run: str) -> None:
         """Remove the checkpoint of a run that can need it no more."""
@@ -4467,7 +4460,7 @@ def _all_jobs_stopped(locks: Path) -> Iterator[None]:
     """Hold the lock of every job that ever ran."""
     with contextlib.ExitStack() as held:
         for path in sorted(locks.glob("*.lock")):
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = os.open(path, READ_PLAIN)
             held.callback(os.close, descriptor)
             if not _flock(descriptor):
                 raise Busy(
@@ -4583,11 +4576,8 @@ class JobLock:
 
     def owners(self, host: Host) -> list[int]:
         """Return the processes that keep the lock file open."""
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            return host.holders(descriptor)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.open(self.path, READ_PLAIN)) as file:
+            return host.holders(file.fileno())
 
 
 def holds_lock(descriptor: int, path: Path) -> bool:
@@ -4636,8 +4626,7 @@ class Maintenance:
 
     def _contents(self) -> dict[str, Any]:
         try:
-            ways = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC  # a pipe may be there
-            with os.fdopen(os.open(self.path, ways), "rb") as file:
+            with os.fdopen(os.open(self.path, READ_PLAIN), "rb") as file:
                 said = json.loads(file.read(65_536))
         except (OSError, ValueError, RecursionError):
             return {}
@@ -4708,15 +4697,15 @@ class Maintenance:
         """
         said: dict[str, object] = {"by": by, "reason": reason, "since": self._host.now()}
         said |= {"until": until, "scopes": scopes}
-        content = json.dumps({name: value for name, value in said.items() if value}, indent=1)
-        with self._letters("written"), open_folder(self.path.parent) as folder:
-            temporary = prepare_file(folder, self.path.name, f"{content}\n".encode())
-            try:
-                reach("barrier.prepared")
-                make = functools.partial(self._link, folder, temporary)
-                lockfile, made = ledger.raise_barrier(who, self.find, make)
-            finally:
-                discard_file(folder, temporary)
+        text = json.dumps({name: value for name, value in said.items() if value}, indent=1)
+        with (
+            self._letters("written"),
+            open_folder(self.path.parent) as folder,
+            prepared_file(folder, self.path.name, f"{text}\n".encode()) as temporary,
+        ):
+            reach("barrier.prepared")
+            make = functools.partial(self._link, folder, temporary)
+            lockfile, made = ledger.raise_barrier(who, self.find, make)
         if not made:
             raise self._on_already(lockfile)
         self._sweep()
