@@ -1371,26 +1371,42 @@ def parse_size(text: object) -> int:
     return thousandths * _UNITS_BYTES[found[3]] // 1000
 
 
-def _whole(low: int, high: int) -> Callable[[object], int]:
-    """Return a reader of whole numbers from low to high, both included."""
-
-    def read(value: object) -> int:
-        if type(value) is int and low <= value <= high:
-            return value
-        raise ValueError(f"a whole number from {low} to {high} is wanted")
-
-    return read
-
-
-def _text(make: Callable[[str], T], pattern: str, wanted: str) -> Callable[[object], T]:
-    """Return a reader of text that matches."""
+def _reader(
+    fits: Callable[[Any], object], wanted: str, make: Callable[[Any], T]
+) -> Callable[[object], T]:
+    """Return what makes a Python value of a TOML value that fits, or says what is wanted."""
 
     def read(value: object) -> T:
-        if isinstance(value, str) and re.fullmatch(pattern, value):
+        if fits(value):
             return make(value)
         raise ValueError(f"{wanted} is wanted")
 
     return read
+
+
+def _whole(low: int, high: int) -> Callable[[object], int]:
+    """Return a reader of whole numbers from low to high, both included."""
+    wanted = f"a whole number from {low} to {high}"
+    return _reader(lambda value: type(value) is int and low <= value <= high, wanted, int)
+
+
+def _text(make: Callable[[str], T], pattern: str, wanted: str) -> Callable[[object], T]:
+    """Return a reader of text that matches."""
+    return _reader(lambda v: isinstance(v, str) and re.fullmatch(pattern, v), wanted, make)
+
+
+def _lasting(low_s: float) -> Callable[[object], float]:
+    """Return a reader of durations that are not shorter."""
+    return _reader(lambda v: parse_duration(v) >= low_s, f"at least {low_s:g} s", parse_duration)
+
+
+def _listed(read: Callable[[object], T], wanted: str) -> Callable[[object], tuple[T, ...]]:
+    """Return a reader of lists, each element read by itself."""
+    wanted = f"a list of {wanted}"
+    return _reader(lambda v: isinstance(v, list), wanted, lambda v: tuple(map(read, v)))
+
+
+_yes_or_no = _reader(lambda value: isinstance(value, bool), "true or false", bool)
 
 
 SHARE_FLOOR = 1_000  # records
@@ -1463,34 +1479,6 @@ class ConfigKey(NamedTuple):
     default: object  # as it stands in TOML
     read: Callable[[object], object]  # TOML value to Python value; ValueError says what is wanted
     meaning: str
-
-
-def _lasting(low_s: float) -> Callable[[object], float]:
-    """Return a reader of durations that are not shorter."""
-
-    def read(value: object) -> float:
-        if (found := parse_duration(value)) >= low_s:
-            return found
-        raise ValueError(f"at least {low_s:g} s is wanted")
-
-    return read
-
-
-def _listed(read: Callable[[object], T], wanted: str) -> Callable[[object], tuple[T, ...]]:
-    """Return a reader of lists, each element read by itself."""
-
-    def read_all(value: object) -> tuple[T, ...]:
-        if isinstance(value, list):
-            return tuple(read(each) for each in value)
-        raise ValueError(f"a list of {wanted} is wanted")
-
-    return read_all
-
-
-def _yes_or_no(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise ValueError("true or false is wanted")
 
 
 SCHEMES = ("tcp", "http", "https", "redis", "unix", "sqlite", "postgresql", "postgres")
@@ -1588,9 +1576,7 @@ NEED_KEYS = {
     "name": ConfigKey("name", "NAME", _NAME, "what it is called in messages; must be given"),
     "url": ConfigKey("url", "", _url, "where it is"),
     "timeout": ConfigKey("timeout_s", "5s", _lasting(0.1), "to answer in"),
-    "critical": ConfigKey(
-        "critical", default=False, read=_yes_or_no, meaning="whether it pauses alone"
-    ),
+    "critical": ConfigKey("critical", False, _yes_or_no, "whether it pauses alone"),  # noqa: FBT003
     "jobs": ConfigKey("jobs", [], _WORDS, "that need it; none: all"),
 }
 DEPENDENCY_KEYS = NEED_KEYS | {
@@ -1937,10 +1923,8 @@ def _distrust(place: Path, seen: os.stat_result, me: int, *, contains: bool) -> 
     mode, owner = stat.S_IMODE(seen.st_mode), Host().user_name(seen.st_uid)
     if seen.st_uid not in (me, 0):
         line = f"chown {Host().user_name(me)} {_typed(place)}"
-        return (
-            f"belongs to {owner}",
-            line if me else f"sudo -u {owner} {_typed('batchrun', *sys.argv[1:])}",
-        )
+        again = f"sudo -u {owner} {_typed('batchrun', *sys.argv[1:])}"
+        return f"belongs to {owner}", line if me else again
     shared = mode & stat.S_IWGRP and not _is_private(seen.st_gid, owner)
     who = "everyone" if mode & stat.S_IWOTH else "its group" if shared else ""
     if not who or (contains and mode & stat.S_ISVTX):  # sticky: nobody replaces what is not theirs
@@ -2095,7 +2079,7 @@ def build_settings(
     problems = [
         f"{each.name}: is missing; a value of type {_type_name(kinds[each.name])} is wanted"
         for each in _declared_fields(cls)
-        if each.init and each.name not in given and not _has_default(each)
+        if each.init and each.name not in given and not _defaults_of(each)
     ]
     for name, value in given.items():
         try:
@@ -2136,19 +2120,13 @@ def _declared_fields(settings: object) -> tuple[Field[Any], ...]:
     return fields(settings) if is_dataclass(settings) else ()
 
 
-def _has_default(each: Field[Any]) -> bool:
-    """Tell whether a setting may be left out."""
+def _defaults_of(each: Field[Any]) -> list[object]:
+    """Return the default of a setting as the only element; none if it must be given."""
     from dataclasses import MISSING
 
-    return each.default is not MISSING or each.default_factory is not MISSING
-
-
-def _default(each: Field[Any]) -> object:
-    """Return the default of a setting; None if it has none."""
-    if not _has_default(each):
-        return None
     factory: Any = each.default_factory
-    return factory() if callable(factory) else each.default
+    default = each.default if factory is MISSING else factory()
+    return [] if default is MISSING else [default]
 
 
 def _type_name(kind: object) -> str:
@@ -2298,7 +2276,7 @@ def changed_settings(before: Mapping[str, str], settings: object, folder: Path) 
     declared = {each.name: each for each in _declared_fields(settings)}
     changed = before.keys() - declared.keys()
     for name, digest in identity(settings, folder).items():
-        usual = _setting_digest(_default(declared[name]), folder)
+        usual = _setting_digest(next(iter(_defaults_of(declared[name])), None), folder)
         changed |= {name} if digest != before.get(name, usual) else set()
     return sorted(changed)
 
