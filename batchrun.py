@@ -5653,41 +5653,38 @@ class Examined(NamedTuple):
 
 def examine(state: StateDirectory, config: Config, job: str | None, host: Host) -> list[Examined]:
     """Run every probe and gauge once: what a job needs, or what any does. Changes nothing."""
-    health, rows = config.health, list[Examined]()
-    needs = health.needs_of(job)
-    began = host.monotonic()
-    memory = memory_factor(host.memory(), None, health)
+    health, needs, rows = config.health, config.health.needs_of(job), list[Examined]()
+    clock = host.monotonic
+
+    def add(name: str, what: str, means: str, began: float, factor: Factor) -> None:
+        elapsed_s = round(clock() - began, 6)  # the arguments are made in their order
+        rows.append(Examined(name, what, factor.state, factor.why, means, elapsed_s))
+
     least = f"below {size_text(health.min_available_bytes)} (min_available)"
     means = f"{least} memory is bad, below a quarter of it critical"
-    rows.append(_examined("memory", "memory", memory, means, host.monotonic() - began))
-    began, pressure = host.monotonic(), host.memory_pressure()
-    found = "not told by this kernel" if pressure is None else f"{pressure:g} % in the last 10 s"
-    factor = Factor("pressure", Wellness.OK, found)
+    add("memory", "memory", means, clock(), memory_factor(host.memory(), None, health))
     means = "how much somebody waits for memory; it is recorded and not judged"
-    rows.append(_examined("pressure", "memory pressure", factor, means, host.monotonic() - began))
-    began, fit = host.monotonic(), _fitness(state)
+    add("pressure", "memory pressure", means, clock(), _pressure(host.memory_pressure()))
     means = "without it no run starts, and one that runs is paused at once"
-    rows.append(_examined("state", f"state {state.path}", fit, means, host.monotonic() - began))
-    answers = Inquiry(needs, config.folder, host).wait()
-    usage, ends = None, {need.name: answers[need.name].peers for need in needs if need.normal}
+    add("state", f"state {state.path}", means, clock(), _fitness(state))
+    answers, usage = Inquiry(needs, config.folder, host).wait(), None
+    ends = {need.name: answers[need.name].peers for need in needs if need.normal}
     if job and (worker := _living_worker(state, job, host)):
-        began, usage = host.monotonic(), host.usage(worker, ends)
+        began, usage = clock(), host.usage(worker, ends)
         factor = Factor("worker", Wellness.OK, usage_text(usage) if usage else "is gone")
         means = "growth from safe point to safe point is a leak"
-        rows.append(
-            _examined("worker", f"worker {worker}", factor, means, host.monotonic() - began)
-        )
+        add("worker", f"worker {worker}", means, began, factor)
     answers = with_connections(answers, usage)
     for need in needs:
-        counted = _counted(need, answers[need.name])
-        factor = Factor(need.factor, counted.state, counted.why, need.critical)
-        means = _consequence(need, counted.state, health)
-        rows.append(_examined(need.name, asked(need), factor, means, counted.elapsed_s))
+        _, found, why, elapsed_s, *_ = _counted(need, answers[need.name])
+        means, took_s = _consequence(need, found, health), round(elapsed_s, 6)
+        rows.append(Examined(need.name, asked(need), found, why, means, took_s))
     return rows
 
 
-def _examined(name: str, what: str, factor: Factor, means: str, elapsed_s: float) -> Examined:
-    return Examined(name, what, factor.state, factor.why, means, round(elapsed_s, 6))
+def _pressure(per_cent: float | None) -> Factor:
+    found = "not told by this kernel" if per_cent is None else f"{per_cent:g} % in the last 10 s"
+    return Factor("pressure", Wellness.OK, found)
 
 
 def _consequence(need: Need, state: Wellness, health: HealthConfig) -> str:
