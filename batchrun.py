@@ -1211,11 +1211,7 @@ MAKE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def prepare_file(directory: int, name: str, content: bytes) -> str:
-    """Write a file whole and durable under a temporary name, and return that name.
-
-    Raises:
-        OSError: nothing was left behind.
-    """
+    """Write a file whole and durable under a temporary name, and return it; or leave nothing."""
     temporary = f".{name}.{os.getpid()}.{time.monotonic_ns():x}{TEMPORARY_SUFFIX}"
     descriptor = os.open(temporary, MAKE_NEW, 0o600, dir_fd=directory)
     try:
@@ -1496,11 +1492,7 @@ def _url(value: object) -> str | dict[str, object]:
 
 
 def require_url(url: str) -> str:
-    """Return an address that can be asked; have its password masked.
-
-    Raises:
-        ValueError: what is wanted.
-    """
+    """Return an address that can be asked, its password masked from now on; or ValueError."""
     from urllib.parse import urlsplit  # only where there is a dependency
 
     _remember_parts("", url)
@@ -1608,11 +1600,7 @@ class Need(NamedTuple):
     normal: int = 0  # how many connections to it a job normally has; 0: they are not counted
 
     def address(self, folder: Path) -> str:
-        """Return the url as text, read from elsewhere if it says so.
-
-        Raises:
-            ValueError: it cannot be read, or is none.
-        """
+        """Return the url as text, read from elsewhere if it says so; ValueError if it is none."""
         if isinstance(self.url, str):
             return self.url
         return str(_url(_fetched(dict(self.url), folder)))
@@ -1718,11 +1706,7 @@ def _defaults(keys: Mapping[str, ConfigKey]) -> dict[str, Any]:
 
 
 def require_text(path: Path) -> None:
-    """Refuse a path that is not UTF-8: SQLite cannot open it, and no message can show it.
-
-    Raises:
-        ConfigurationError: shows the path as Python would.
-    """
+    """Refuse a path that is not UTF-8: SQLite cannot open it, and no message can show it."""
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
@@ -2494,11 +2478,7 @@ def first_hash(ledger: str, run: str, settings: str) -> str:
 
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> tuple[bytes, str]:
-    """Return a checkpoint as the bytes of its file, and its hash; both are verified first.
-
-    Raises:
-        CursorError: it would not read back as it was written; says why.
-    """
+    """Return a checkpoint as its file's bytes, and its hash; CursorError if not read back so."""
     body = f"{_a_value_a_line(checkpoint._asdict())}\n".encode()
     digest = sha256(body).hexdigest()
     content = f"{CHECKPOINT_MAGIC} {CHECKPOINT_FORMAT} {digest} {len(body)}\n".encode() + body
@@ -2593,11 +2573,7 @@ class CheckpointStore:
         return sorted(path.stem for path in self.folder.glob("[!.]*.json"))
 
     def read(self, run: str) -> bytes | None:
-        """Return the bytes of a run's checkpoint file, or None if there is no file.
-
-        Raises:
-            BrokenCheckpoint: what stands there is no regular file.
-        """
+        """Return the bytes of a run's file, None without one; BrokenCheckpoint if no file."""
         try:
             descriptor = os.open(self.path(run), READ_PLAIN)
         except FileNotFoundError:
@@ -3060,11 +3036,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Hold the write lock for one short transaction.
-
-        Raises:
-            OutcomeUnknown: the COMMIT raised; only the next start can tell what happened.
-        """
+        """Hold the write lock for one transaction; OutcomeUnknown if the COMMIT itself raised."""
         with self._letters():
             self._sql("BEGIN IMMEDIATE")
             try:
@@ -3288,11 +3260,7 @@ class Ledger:
     def raise_barrier(
         self, who: str, find: Callable[[], Lockfile | None], make: Callable[[], Lockfile]
     ) -> tuple[Lockfile, bool]:
-        """Make the lockfile and its row, if none is there; return it, and whether it was made.
-
-        Raises:
-            MaintenanceOn: somebody made one by hand in this moment.
-        """
+        """Make the lockfile and its row, if none is there; return it, and whether it was made."""
         with self._writing():
             found = find()
             self._know_barrier(found, who)
@@ -3775,11 +3743,7 @@ class Ledger:
         return Cleanup(row, run.id, run.job, function, arguments, now, None, None, None)
 
     def begin_cleanup(self, run: Run, generation: int, row: int) -> None:
-        """Record, fenced, that a cleanup is about to be called.
-
-        Raises:
-            LostOwnership: another generation took over, and the resource may be its own.
-        """
+        """Record, fenced, that a cleanup is about to be called."""
         with self._owning(run, generation):
             self._set("cleanup", {"id": row}, error=CUT_OFF)
         reach("cleanup.begun", row)
@@ -3802,10 +3766,8 @@ class Ledger:
     def begin_cleaning(self, run: Run, owner: ProcessIdentity, who: str) -> int:
         """Begin an attempt that only runs pending cleanups, before a cancel or after the end.
 
-        The run is fenced and stays in its state; the caller holds the job's lock.
-
-        Returns:
-            The attempt's generation.
+        The run is fenced and stays in its state; the caller holds the job's lock. Returns the
+        attempt's generation.
         """
         with self._writing():
             run = self._left(run, who)
@@ -3863,11 +3825,7 @@ class Ledger:
             self._insert("health_check", run=run.key, generation=generation, at=at, **columns)
 
     def request(self, run: Run, request: Request, who: str) -> None:
-        """Ask something of a run that has a live owner; nothing outranks a cancel.
-
-        Raises:
-            IllegalTransition: it has finished meanwhile, or is to be cancelled already.
-        """
+        """Ask something of a run that has a live owner; nothing outranks a cancel."""
         sql = (
             f"UPDATE run SET request = ?1 WHERE key = ?2 AND {UNFINISHED}"
             " AND (?1 = 'cancel' OR request IS NOT 'cancel') RETURNING 1"
@@ -4036,11 +3994,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _owning(self, run: Run, generation: int) -> Iterator[None]:
-        """Hold the write lock as the run's owner of this generation.
-
-        Raises:
-            LostOwnership: another generation took over; nothing was changed.
-        """
+        """Hold the write lock as the run's owner of this generation, or raise LostOwnership."""
         with self._writing():
             sql = "SELECT 1 FROM run WHERE key = ? AND generation = ?"
             if self._sql(sql, (run.key, generation)).fetchone() is None:
@@ -4152,12 +4106,7 @@ def lost_ownership(run: Run, generation: int) -> LostOwnership:
 
 
 def require_unanswered(run: Run, name: str, asked: Mapping[str, Approval]) -> None:
-    """Refuse to answer what a run has not asked, or what is decided.
-
-    Raises:
-        NotFound: it has never asked this.
-        IllegalTransition: the run is finished, or the question is answered.
-    """
+    """Refuse to answer what was never asked (NotFound) or is decided (IllegalTransition)."""
     unchanged = "Nothing was changed."
     if name not in asked:
         names = ", ".join(map(repr, asked)) or "nothing"
@@ -4220,11 +4169,7 @@ def ledger_lost(path: Path, how: str) -> PersonNeeded:
 
 
 def require_sqlite(version: str) -> None:
-    """Refuse an SQLite that can corrupt a ledger (the WAL-reset bug, or the withdrawn 3.52).
-
-    Raises:
-        ConfigurationError: names the version found and the line to type.
-    """
+    """Refuse an SQLite that can corrupt a ledger (the WAL-reset bug, or the withdrawn 3.52)."""
     numbers = tuple(map(int, version.split(".")))
     if numbers < SQLITE_OLDEST or numbers[:2] == SQLITE_WITHDRAWN:
         raise ConfigurationError(
@@ -4504,11 +4449,7 @@ class JobLock:
         self._lock: Any = None
 
     def acquire(self) -> bool:
-        """Take the lock without waiting; tell whether it was free.
-
-        Raises:
-            StateDirectoryError: the folder or the file is not fit for a lock.
-        """
+        """Take the lock without waiting; tell whether it was free."""
         from filelock import Timeout, UnixFileLock  # 60 ms, supervisors only
 
         make_private_folder(self.path.parent)  # filelock would make any missing folder
@@ -4559,11 +4500,7 @@ class JobLock:
 
 
 def holds_lock(descriptor: int, path: Path) -> bool:
-    """Tell whether a lock's descriptor and its path still mean the same file.
-
-    Raises:
-        OSError: the disk does not answer, which says nothing about who holds the lock.
-    """
+    """Tell whether a lock's descriptor and path mean the same file; OSError tells nothing."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except (FileNotFoundError, NotADirectoryError):
@@ -4620,11 +4557,7 @@ class Maintenance:
         return ""
 
     def require_open(self, job: JobConfig) -> Lockfile | None:
-        """Refuse a job that the lockfile closes; return one that does not close this job.
-
-        Raises:
-            MaintenanceOn: since when, by whom and why, as far as it says.
-        """
+        """Refuse a job that the lockfile closes (MaintenanceOn); return one that closes others."""
         found = self.find()
         mine = {f"job:{job.name}", *(f"tag:{tag}" for tag in job.tags)}
         if found is not None and (not found.scopes or mine & {*found.scopes}):
@@ -4632,11 +4565,7 @@ class Maintenance:
         return found
 
     def require_version(self, job: JobConfig, version: int) -> None:
-        """Refuse a job whose installed version the lockfile closes.
-
-        Raises:
-            MaintenanceOn: as `require_open`.
-        """
+        """Refuse a job whose installed version the lockfile closes (MaintenanceOn)."""
         found = self.find()
         for scope in found.scopes if found else []:
             name, below, limit = scope.removeprefix("version:").partition("<")
@@ -4738,11 +4667,7 @@ class Maintenance:
         return letter
 
     def end(self, ledger: Ledger, who: str, why: str) -> Barrier | None:
-        """Open the door and close the row, which is returned; None if it was open.
-
-        Raises:
-            StateDirectoryError: the lockfile cannot be removed, or its row not closed.
-        """
+        """Open the door and close the row, which is returned; None if it was open."""
         with self._letters("removed"):
             return ledger.lower_barrier(who, why, self.find, self._remove)
 
@@ -5845,11 +5770,7 @@ class Job:
     def settings_from(
         self, job_config: JobConfig, overrides: Mapping[str, str], folder: Path
     ) -> Any:
-        """Return the settings that the configuration and `--set` give, as the job declares them.
-
-        Raises:
-            ConfigurationError: says everything that is wrong with them.
-        """
+        """Return the settings of configuration and `--set`, or say all that is wrong with them."""
         name, raw = job_config.name, job_config.settings
         if self.settings is not None:
             return build_settings(self.settings, raw, job=name, overrides=overrides, folder=folder)
@@ -5913,11 +5834,7 @@ def job(
 
 
 def load_job(job_config: JobConfig) -> Job:
-    """Import a configured job's module and return the job.
-
-    Raises:
-        ConfigurationError: the file, the import or the name is wrong; says which and where.
-    """
+    """Import a configured job's file and return the job; ConfigurationError says what is wrong."""
     path, name = job_config.path, job_config.module
     check_trusted(path.parent, what="the jobs folder")
     check_trusted(path, what="the job's file")
@@ -6158,11 +6075,7 @@ class CleanupStack:
 
 
 def require_recordable(function: Any, arguments: dict[str, Any]) -> str:
-    """Return the name under which another process finds a cleanup's function, `module:name`.
-
-    Raises:
-        JobError: it could not be found or called again there; says why.
-    """
+    """Return the name by which another process finds a cleanup's function, `module:name`."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     text = f"{module}:{name}" if module and name else f"A {type(function).__name__}"
     reason = next((why for is_so, why in unfit_for_cleanup(function, module, name) if is_so), "")
@@ -6391,11 +6304,7 @@ PLACEHOLDERS = {"qmark": "?", "format": "%s", "pyformat": "%s"}
 
 
 def open_target(connection: Any) -> Target:
-    """Return the target for a connection.
-
-    Raises:
-        JobError: it is no connection that batchrun can keep a mark in.
-    """
+    """Return the target for a connection; JobError if no mark can be kept in it."""
     for kind in type(connection).__mro__:
         driver = kind.__module__.partition(".")[0]
         if driver in DRIVERS and kind.__name__ == "Connection":
@@ -6415,11 +6324,7 @@ class Mark:
         self._host, self.spent_s = host, 0.0
 
     def claim(self) -> tuple[Any, ...]:
-        """Take the mark for our generation, in a transaction of its own, and return its row.
-
-        Raises:
-            LostOwnership: a newer generation holds it.
-        """
+        """Take the mark for our generation, in a transaction of its own, and return its row."""
         target, generation = self.target, self._course.generation
         self._require_clean()
         self._make_table()
@@ -8250,11 +8155,7 @@ def verdict(found: Found) -> tuple[Action, str]:
 
 
 def look(ledger: Ledger, store: CheckpointStore, run: Run) -> Found:
-    """Read what there is of a run, changing nothing.
-
-    Raises:
-        NewerFormat: a newer batchrun wrote the checkpoint.
-    """
+    """Read what there is of a run, changing nothing; NewerFormat if a newer batchrun wrote it."""
     checkpoint, digest, broken = None, "", ""
     try:
         content = store.read(run.id)
@@ -8319,11 +8220,7 @@ def cannot_agree(found: Found, why: str, path: Path) -> PersonNeeded:
 
 
 def require_witnesses_known(ledger: Ledger, store: CheckpointStore) -> None:
-    """Refuse a ledger that does not know a run of which there is a checkpoint.
-
-    Raises:
-        PersonNeeded: names the checkpoint.
-    """
+    """Refuse a ledger that does not know a run of which there is a checkpoint (PersonNeeded)."""
     for name in store.runs():
         run = ledger.run_with_id(name)
         if run is None:
@@ -8466,11 +8363,7 @@ def set_aside(paths: list[Path], folder: Path) -> list[Path]:
 
 
 def require_same_settings(run: Run, checkpoint: Checkpoint, settings: object, folder: Path) -> None:
-    """Refuse to go on with other settings than the commits so far were made with.
-
-    Raises:
-        PersonNeeded: names the settings that differ.
-    """
+    """Refuse other settings than the commits so far were made with (PersonNeeded)."""
     if checkpoint.settings == settings_digest(identity(settings, folder)):
         return
     changed = changed_settings(run.settings, settings, folder)
@@ -8506,11 +8399,7 @@ def rehearsal(
 
 
 def standing_checkpoint(ledger: Ledger, store: CheckpointStore, run: Run) -> Checkpoint | None:
-    """Return the checkpoint that a start would go on at, also while the run is going on.
-
-    Raises:
-        PersonNeeded: ledger and checkpoint contradict each other.
-    """
+    """Return the checkpoint that a start would go on at, also while the run is going on."""
     found = look(ledger, store, run)
     while (now := ledger.run(run.key)).number != run.number:  # it went on between the two looks
         run = now
@@ -8524,11 +8413,7 @@ def standing_checkpoint(ledger: Ledger, store: CheckpointStore, run: Run) -> Che
 def require_loads(
     config: Config, run: Run, checkpoint: Checkpoint | None, version: int | None
 ) -> None:
-    """Refuse a run that the installed job, or its version that is asked about, does not understand.
-
-    Raises:
-        BatchrunError: what is in the way, and the ways out.
-    """
+    """Refuse a run that the installed job, or the version asked about, does not understand."""
     job_config = config.job(run.job)
     if version is not None and (checkpoint is None or checkpoint.job_version == version):
         return
@@ -8574,10 +8459,7 @@ def find_repair(state: StateDirectory) -> Repair:
 
 
 def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path]:
-    """Copy ledger and checkpoints aside, then let the ledger stand where the checkpoints do.
-
-    Returns:
-        The copies.
+    """Copy ledger and checkpoints aside, let the ledger stand where they do; return the copies.
 
     Raises:
         Busy: one of the jobs runs, or has run since the look; nothing was changed.
@@ -8669,11 +8551,7 @@ def answer_to(start: str, ledger: Ledger, run: Run) -> Reply:
 
 
 def require_may_go_on(start: str, ledger: Ledger, run: Run) -> None:
-    """Refuse a start where the table does.
-
-    Raises:
-        PersonNeeded: how the run stands, and what to type.
-    """
+    """Refuse a start where the table does (PersonNeeded): how the run stands, what to type."""
     if answer_to(start, ledger, run) != Reply.REFUSE:
         return
     why, todo = what_next(ledger, run)
@@ -8754,12 +8632,7 @@ def owned_standing(run: Run, attempt: Attempt | None, host: Host) -> Standing | 
 
 
 def only_unfinished(ledger: Ledger) -> Run:
-    """Return the one unfinished run.
-
-    Raises:
-        NotFound: there is none.
-        ConfigurationError: there are several; they are listed.
-    """
+    """Return the one unfinished run; NotFound if there is none, a list if there are several."""
     found = ledger.all_unfinished()
     if not found:
         raise NotFound("There is no unfinished run.", todo="To begin one: batchrun run JOB")
@@ -11051,11 +10924,7 @@ class App:
         return contextlib.closing(self.state.open_ledger(create=create, write=write))
 
     def find_run(self, ledger: Ledger, name: str) -> Run:
-        """Return the run that is meant: a job's unfinished or latest one, or an id's beginning.
-
-        Raises:
-            NotFound: none, or more than one.
-        """
+        """Return the run that is meant: a job's unfinished or latest one, or an id's beginning."""
         if name in self.config.jobs:
             run = ledger.latest(name)
             if run is None:
@@ -11321,12 +11190,7 @@ def maintenance_status_command(app: App) -> ExitCode:
 def scopes_of(
     config: Config, *, jobs: Sequence[str], tags: Sequence[str], versions: Sequence[str]
 ) -> list[str]:
-    """Return what is to be closed as scopes; none is everything.
-
-    Raises:
-        NotFound: there is no such job.
-        ConfigurationError: no job has the tag, or a version is not written NAME<N.
-    """
+    """Return what is to be closed as scopes; none is everything."""
     known = {tag for job in config.jobs.values() for tag in job.tags}
     for tag in tags:
         if tag not in known:
@@ -11346,11 +11210,7 @@ def scopes_of(
 
 
 def parse_until(text: str, now: str) -> str:
-    """Return when a maintenance is to end as UTC text: "+30m", or a moment, local without a zone.
-
-    Raises:
-        ConfigurationError: it is neither, or has passed.
-    """
+    """Return when a maintenance ends as UTC text: "+30m", or a moment, local without a zone."""
     begun = datetime.fromisoformat(now)
     try:
         if text.startswith("+"):
