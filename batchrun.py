@@ -3457,9 +3457,9 @@ class Ledger:
     ) -> None:
         """Bring an unfinished run to `reserved`, with ledger and checkpoint made to agree."""
         if agreement.forward is not None:
-            content, digest = checkpoint_bytes(agreement.forward)
-            self._apply_commit(run, agreement.forward, content, digest, run.generation)
-            self._confirm_rejects(run, agreement.forward)
+            forward = agreement.forward
+            self._apply_commit(run, forward, *checkpoint_bytes(forward), run.generation)
+            self._confirm_rejects(run, forward)
         if not kept:
             self._move(run, RunState.RESERVED, who=start.who, why=agreement.said)
         elif agreement.said:
@@ -3785,7 +3785,7 @@ class Ledger:
             run = self.run(run.key)
             return run if run.finished else self._cancel(run, who, "a person decided so")
 
-    # -- verbs: wishes and decisions -----------------------------------------------------
+    # -- verbs: health -------------------------------------------------------------------
 
     def record_reading(
         self,
@@ -3823,6 +3823,8 @@ class Ledger:
         with self._owning(run, generation):
             at = self._host.now()
             self._insert("health_check", run=run.key, generation=generation, at=at, **columns)
+
+    # -- verbs: wishes and decisions -----------------------------------------------------
 
     def request(self, run: Run, request: Request, who: str) -> None:
         """Ask something of a run that has a live owner; nothing outranks a cancel."""
@@ -3920,7 +3922,7 @@ class Ledger:
         why = why or f"a person paused it; it was {run.state}"
         self._move(self.run(run.key), RunState.PAUSED, who=who, why=why, reason=reason)
 
-    def adopt(self, checkpoint: Checkpoint, content: bytes, digest: str, who: str) -> None:
+    def adopt(self, checkpoint: Checkpoint, who: str) -> None:
         """Take a run over from its checkpoint alone, as a person decided; see `repair`.
 
         Rows that the ledger lacks stay lost, and an event says which.
@@ -3934,7 +3936,7 @@ class Ledger:
             self._catch_up_with_events(checkpoint, who)
             of_run = (run.key, checkpoint.number)
             self._sql("DELETE FROM batch WHERE run = ? AND number >= ?", of_run)
-            self._apply_commit(run, checkpoint, content, digest, generation)
+            self._apply_commit(run, checkpoint, *checkpoint_bytes(checkpoint), generation)
             why = f"checkpoint {checkpoint.number} adopted; {lost}"
             self._event(run, who, "repaired", why)
             if run.state in OWNED:
@@ -4075,6 +4077,9 @@ def size_of(path: Path) -> int:
         return 0
 
 
+# -- letters ---------------------------------------------------------------------------
+
+
 def unfinished_before_retry(run: Run) -> PersonNeeded:
     """Return the letter for rejects that cannot be touched while a run goes on."""
     return PersonNeeded(
@@ -4166,6 +4171,9 @@ def ledger_lost(path: Path, how: str) -> PersonNeeded:
         unchanged="Nothing was changed; it is never made anew by itself.",
         todo="Put the ledger back from a backup, or see `batchrun repair`.",
     )
+
+
+# -- opening, making, migrating --------------------------------------------------------
 
 
 def require_sqlite(version: str) -> None:
@@ -5881,7 +5889,7 @@ def _imported(name: str, path: Path) -> Any:
     return module
 
 
-# -- its contract --------------------------------------------------------------------
+# -- what a job must not do --------------------------------------------------------------------
 
 LOOP_NAME_MAX = 200
 CONTRACT = {  # what a job must not do: what it did, why that is refused, what to do instead
@@ -5961,6 +5969,9 @@ def broken(clause: str, **facts: object) -> JobError:
     """Return the letter for a job that broke a clause of its contract."""
     what, why, todo = CONTRACT[clause].format(**facts).split("\n", 2)
     return JobError(what, why=why, unchanged="Nothing more was committed.", todo=todo)
+
+
+# -- what guards it, and what it holds -----------------------------------------------
 
 
 class JobFrame:
@@ -6294,25 +6305,34 @@ class PsycopgTarget(Target):
         return bool(_tuple(row)[0])
 
 
-DRIVERS = {  # module of a connection -> its target, and the driver's placeholder
-    "apsw": (SqliteTarget, "?"),
-    "sqlite3": (SqliteTarget, "?"),
-    "psycopg": (PsycopgTarget, "%s"),
-}
 KEYS = ("first_key", "last_key", "cursor")
+DRIVERS: dict[str, type[Target]] = {  # module of a connection -> its target
+    "apsw": SqliteTarget,
+    "sqlite3": SqliteTarget,
+    "psycopg": PsycopgTarget,
+}
 PLACEHOLDERS = {"qmark": "?", "format": "%s", "pyformat": "%s"}
+
+
+def drivers_of(connection: Any) -> list[str]:
+    """Return the modules that the classes of a connection are from."""
+    return [kind.__module__.partition(".")[0] for kind in type(connection).__mro__]
+
+
+def placeholder_of(connection: Any) -> str:
+    """Return what stands for a value in a connection's SQL; empty if its driver does not tell."""
+    styles = [getattr(sys.modules.get(of), "paramstyle", "") for of in drivers_of(connection)]
+    return next((PLACEHOLDERS[style] for style in styles if style in PLACEHOLDERS), "")
 
 
 def open_target(connection: Any) -> Target:
     """Return the target for a connection; JobError if no mark can be kept in it."""
-    for kind in type(connection).__mro__:
-        driver = kind.__module__.partition(".")[0]
+    placeholder, drivers = placeholder_of(connection), drivers_of(connection)
+    for kind, driver in zip(type(connection).__mro__, drivers, strict=True):
         if driver in DRIVERS and kind.__name__ == "Connection":
-            known, placeholder = DRIVERS[driver]
-            return known(connection, placeholder)
-        style = getattr(sys.modules.get(driver), "paramstyle", None)
-        if driver not in DRIVERS and style in PLACEHOLDERS and hasattr(connection, "commit"):
-            return Target(connection, PLACEHOLDERS[style])
+            return DRIVERS[driver](connection, placeholder or "?")
+    if placeholder and not DRIVERS.keys() & drivers and hasattr(connection, "commit"):
+        return Target(connection, placeholder)
     raise broken("unfit target", kind=type(connection).__name__)
 
 
@@ -7090,8 +7110,7 @@ def open_database(url: str) -> Any:
         JobError: the database does not let us in; secrets are masked.
     """
     _remember_parts("", url)
-    scheme, _, rest = url.partition(":")
-    path = rest.removeprefix("///")
+    scheme, path = url.partition(":")[0], url_path(url)
     if scheme == "sqlite" and path and not path.startswith("//"):
         return _open_sqlite(Path(path))
     if scheme in ("postgres", "postgresql"):
@@ -7294,7 +7313,7 @@ class Query:
         self._columns = ['s."{}"'.format(name.replace('"', '""')) for name in self._names]
         self._key_columns = ", ".join(self._columns)
         self.key = _getter(self._names)
-        self._connection, self._placeholder = connection, _placeholder_of(connection)
+        self._connection, self._placeholder = connection, placeholder_of(connection) or "?"
         self._select, self._parameters = select.strip().rstrip(";"), tuple(parameters)
         self._lag_s, self._zone = lag, zone
         self._until: object = None  # what lag= leaves
@@ -7447,13 +7466,6 @@ def _kinds(key: tuple[Any, ...]) -> str:
     names = ["number" if isinstance(part, Number) else type(part).__name__ for part in key]
     zoned = [" with zone" if getattr(part, "tzinfo", None) else "" for part in key]
     return ", ".join(map(str.__add__, names, zoned))
-
-
-def _placeholder_of(connection: Any) -> str:
-    """Return what stands for a value in the connection's SQL: apsw and sqlite3 have `?`."""
-    names = [cls.__module__.partition(".")[0] for cls in type(connection).__mro__]
-    styles = {getattr(sys.modules.get(name), "paramstyle", "") for name in names}
-    return "%s" if styles & {"format", "pyformat"} else "?"
 
 
 class _RecordFile:
@@ -8494,8 +8506,7 @@ def adopt_newest(state: StateDirectory, checkpoints: list[Checkpoint], host: Hos
     with contextlib.closing(open_ledger(state.ledger_path, host, create=False)) as ledger:
         for checkpoint in checkpoints:
             if newest[checkpoint.job] is checkpoint:
-                content, digest = checkpoint_bytes(checkpoint)
-                ledger.adopt(checkpoint, content, digest, host.user_name(os.getuid()))
+                ledger.adopt(checkpoint, host.user_name(os.getuid()))
             else:  # of a run before it, whose ending nobody knows any more
                 state.store(checkpoint.job).remove(checkpoint.run)
 
