@@ -913,9 +913,9 @@ class Host:
         """Inherit the orphans of our descendants, so that none outlives us unseen."""
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
-    def ask_for_signal_at_parents_death(self, number: int) -> None:
-        """Have the kernel send this process a signal when its parent goes away."""
-        _prctl(PR_SET_PDEATHSIG, number)
+    def ask_for_signal_at_parents_death(self) -> None:
+        """Have the kernel send this process SIGTERM when its parent goes away."""
+        _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def volunteer_for_oom_kill(self) -> None:
         """Make this process the one to be killed when memory runs out."""
@@ -3326,16 +3326,9 @@ class Ledger:
     def admit(self, job: str, start: Start, agree: Callable[[Run], Agreement]) -> Admission:
         """Take the job's unfinished run, or begin a new one, under a new generation.
 
-        Everything is judged inside the transaction: a start that loses a race sees the winner.
-
-        Args:
-            job: the configured job, whose lock the caller holds.
-            start: who starts, and how.
-            agree: judges ledger and checkpoint of a run, writes nothing, raises to refuse.
-
-        Raises:
-            MaintenanceOn: the lockfile was there at the admission itself.
-            PersonNeeded: the run may not go on unasked.
+        The caller holds the job's lock. Everything is judged inside the transaction: a start that
+        loses a race sees the winner. `agree` judges ledger and checkpoint of a run, writes nothing,
+        and raises to refuse, as `start` does: for maintenance, or because a person is needed.
         """
         with self._writing():
             said: list[str] = []
@@ -3357,16 +3350,8 @@ class Ledger:
     def defer(self, job: str, start: Start, note: Mapping[str, Any], why: str) -> Run:
         """Store a start that maintenance turned away, to be begun once by the tick.
 
-        It is judged as an admission would, but for the lockfile; a second one is the same one.
-
-        Args:
-            job: the configured job, whose lock the caller holds.
-            start: who starts, and how; `require_admission` is only to find the lockfile here.
-            note: what else is to be known when it is begun.
-            why: the refusal, in words.
-
-        Raises:
-            PersonNeeded: the run may not go on unasked.
+        It is judged as by `admit`, but `start.require_admission` is only to find the lockfile here;
+        a second one is the same one. `note` is what else is to be known when it is begun.
         """
         with self._writing():
             run, _ = self._judged(job, start, [])
@@ -3530,14 +3515,8 @@ class Ledger:
         The checkpoint's generation fences the write; `content` is its bytes, durable under a
         temporary name, which `publish` renames into place inside the transaction; `spent` is
         seconds of reading, of the job's own work, and of batchrun since the last commit;
-        `following` is the try that is armed by it, `gauges` what the worker holds.
-
-        Returns:
-            What is requested of the run, if anything.
-
-        Raises:
-            LostOwnership: another generation took over; nothing was changed.
-            OutcomeUnknown: rename, fsync or COMMIT failed.
+        `following` is the try that is armed by it, `gauges` what the worker holds. Returns what is
+        requested of the run; OutcomeUnknown if rename, fsync or COMMIT failed.
         """
         number = checkpoint.number
         with self._writing():
@@ -3645,16 +3624,17 @@ class Ledger:
     ) -> None:
         """Record, fenced, how the worker's own attempt ended; the run's edge is made from it."""
         with self._owning(run, generation):
-            self._write_end(run.key, generation, end)
+            self._write_end(run, generation, end)
             self._set_attempt(run, generation, releases=releases)
 
-    def _write_end(self, key: int, generation: int, end: AttemptEnd) -> None:
+    def _write_end(self, run: Run, generation: int, end: AttemptEnd) -> None:
         """Record how an attempt ended, unless its worker has said it already."""
-        said: dict[str, object] = {"run": key, "generation": generation, "ending": None}
+        said: dict[str, object] = {"run": run.key, "generation": generation, "ending": None}
         if end.ending in (Ending.OVERDUE, Ending.RECYCLED):  # the worker knew only: stop
             self._set("attempt", said | {"ending": Ending.STOPPED}, ending=None)
-        ended: dict[str, object] = {"ended_at": self._host.now(), "to_number": self.run(key).number}
-        self._set("attempt", said, cleans_until=None, **ended, **end._asdict())
+        number, now = self.run(run.key).number, self._host.now()
+        ended = {"ended_at": now, "to_number": number, "cleans_until": None, **end._asdict()}
+        self._set("attempt", said, **ended)
 
     def settle(
         self,
@@ -3682,7 +3662,7 @@ class Ledger:
         decide: Callable[[Run, Attempt], After] = after_ending,
     ) -> Run:
         """Turn the newest attempt's ending into the run's state, and charge its try."""
-        self._write_end(run.key, run.generation, seen)
+        self._write_end(run, run.generation, seen)
         attempt = cast("Attempt", self.last_attempt(run))
         run = self._charge(run, attempt)
         state, reason, why = decide(run, attempt)
@@ -3781,7 +3761,7 @@ class Ledger:
         """End such an attempt, whatever came of it, and cancel its run if it is unfinished."""
         with self._owning(run, generation):
             self._set_attempt(run, generation, **diagnosis)
-            self._write_end(run.key, generation, seen)
+            self._write_end(run, generation, seen)
             run = self.run(run.key)
             return run if run.finished else self._cancel(run, who, "a person decided so")
 
@@ -4048,8 +4028,8 @@ class Ledger:
 
 
 def _reject_row(row: Sequence[Any]) -> RejectRow:
-    made = dict(zip(RejectRow._fields, row, strict=True))
-    return RejectRow(**{**made, "spot": (made["spot"], made["number"], made["place"])})
+    made = RejectRow(*row)  # its spot is the run's key so far
+    return made._replace(spot=(row[-1], made.number, made.place))
 
 
 @functools.cache
@@ -4201,13 +4181,9 @@ def open_ledger(
 ) -> Ledger:
     """Open the ledger, after checking that it is one, of a version that we know.
 
-    Args:
-        path: state/ledger.db; its folder must be there.
-        host: the machine.
-        create: whether to make it if there is none.
-        witnesses: whether checkpoints exist; then a missing or empty ledger is a loss, not a
-            beginning.
-        write: False to read also another owner's ledger, or one on a full disk, making no file.
+    With `create` it is made if there is none, but not if checkpoints exist, its `witnesses`: then a
+    missing or empty one is a loss. Not to `write` means to read also another owner's ledger, or one
+    on a full disk, making no file.
 
     Raises:
         PersonNeeded: it is missing, empty or not ours while checkpoints exist.
@@ -5088,12 +5064,14 @@ class Growth(NamedTuple):
 
 def growth(gauge: str, values: Sequence[int]) -> Growth | None:
     """Return how a gauge leaks, if it does: `values` are an attempt's safe points, oldest first."""
+    from statistics import median  # only where leaks are looked for
+
     values = values[LEAK_WARM_UP:]
     for count in reversed(LEAK_POINTS):
         before, points = values[:-count], values[-count:]
         if len(points) == count and _rises(points) and points[-1] > max(before, default=-1):
             pairs = ((i, j) for j in range(count) for i in range(j))
-            slope = _median([(points[j] - points[i]) / (j - i) for i, j in pairs])
+            slope = median([(points[j] - points[i]) / (j - i) for i, j in pairs])
             if slope * count >= LEAK_LEAST.get(gauge, 4):
                 return Growth(gauge, slope, count)
     return None
@@ -5101,19 +5079,16 @@ def growth(gauge: str, values: Sequence[int]) -> Growth | None:
 
 def _rises(points: Sequence[int]) -> bool:
     """Tell whether points rise: nearly all pairs in order, and as fast at the end as before."""
+    from statistics import median
+
     count = len(points)
     pairs = [(points[i], points[j]) for j in range(count) for i in range(j)]
     up, down = sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)
     if up - down < LEAK_ORDER * (up + down) or 3 * up < 2 * len(pairs):
         return False
     third = count // 3
-    first, middle, last = (_median(points[n * third : (n + 1) * third]) for n in range(3))
+    first, middle, last = (median(points[n * third : (n + 1) * third]) for n in range(3))
     return last - middle >= (middle - first) / 2
-
-
-def _median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
 # -- probes: the process that asks ---------------------------------------------------------------
@@ -5144,7 +5119,7 @@ def probe_main() -> None:
 
     host, answers = Host(), queue.SimpleQueue[Answer]()
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
-    host.ask_for_signal_at_parents_death(signal.SIGTERM)
+    host.ask_for_signal_at_parents_death()
     try:
         with os.fdopen(int(sys.argv[1])) as file:
             questions = [Question(*row) for row in json.load(file)]
@@ -9319,7 +9294,7 @@ def worker_main() -> NoReturn:
     try:
         host = Host()
         host.volunteer_for_oom_kill()
-        host.ask_for_signal_at_parents_death(signal.SIGTERM)
+        host.ask_for_signal_at_parents_death()
         config = load_config(Path(order.config))
         ledger = open_ledger(StateDirectory(config, host).ledger_path, host, create=False)
         worker = Worker(order, config, ledger, host)
@@ -10922,6 +10897,10 @@ class App:
         """The configuration; read on first use."""
         return load_config(Path(self.console.config or "batchrun.toml").absolute())
 
+    def require_trusted(self) -> None:
+        """Refuse a configuration that another user could change: it says what is run."""
+        check_trusted(self.config.path, what="the configuration")
+
     @functools.cached_property
     def state(self) -> StateDirectory:
         """The state directory that the configuration names."""
@@ -10930,7 +10909,7 @@ class App:
     def ledger(self, *, write: bool, create: bool = False) -> contextlib.closing[Ledger]:
         """Open the ledger that is there; make one only if that is said."""
         if write:
-            check_trusted(self.config.path, what="the configuration")
+            self.require_trusted()
         self.state.require_fit(create=create, write=write)
         return contextlib.closing(self.state.open_ledger(create=create, write=write))
 
@@ -10950,7 +10929,7 @@ class App:
 
     def supervise(self, launch: Launch) -> Outcome:
         """Run a job to its end, and write how it ended."""
-        check_trusted(self.config.path, what="the configuration")
+        self.require_trusted()
         warning = self.state.warning()
         if warning and (self.console.live or self.console.plain):
             self.console.say(warning)
@@ -11245,14 +11224,14 @@ def parse_until(text: str, now: str) -> str:
 )
 def rehearse_command(app: App, *, as_version: tuple[str, ...]) -> ExitCode:
     """Ask if every unfinished run could go on with the jobs as installed."""
-    check_trusted(app.config.path, what="the configuration")
+    app.require_trusted()
     versions = parse_versions(app.config, as_version)
     with app.ledger(write=False) as ledger:
         count = len(ledger.all_unfinished())
         findings = rehearsal(app.config, app.state, ledger, versions)
     said = [line for found in findings for line in (found.what, found.why, found.todo) if line]
     text = "\n".join(said) or f"all of {count} unfinished runs could go on"
-    document = {"runs": count, "findings": [finding._asdict() for finding in findings]}
+    document = {"runs": count, "findings": as_documents(findings)}
     app.console.result(text, document)
     return ExitCode.FINDINGS if findings else ExitCode.DONE
 
@@ -11402,7 +11381,7 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
     documents = [{"run": c.run, "job": c.job, "number": c.number, "why": why} for why, c in adopt]
     aside: list[Path] = []
     if apply and lines:
-        check_trusted(app.config.path, what="the configuration")
+        app.require_trusted()
         aside = apply_repair(app.state, repair, app.host)
         lines.append(f"done; copied aside before: {', '.join(map(str, aside))}")
     todo = "to do it: " + " ".join(["batchrun repair", *([run] if run else []), "--apply"])
@@ -11562,7 +11541,7 @@ def inventory_sync(ctx: Context[Settings]):
 @command("Set up")
 def jobs_command(app: App) -> ExitCode:
     """Load the configured jobs and list them."""
-    check_trusted(app.config.path, what="the configuration")
+    app.require_trusted()
     rows = [["job", "version", "settings", "what it does"]]
     documents: list[dict[str, object]] = []
     wrong: list[BatchrunError] = []
@@ -11589,7 +11568,7 @@ def jobs_command(app: App) -> ExitCode:
 @command("Set up", word("job", required=False), exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND])
 def doctor_command(app: App, *, job: str | None) -> ExitCode:
     """Ask once for all that health checks ask for, and explain each answer."""
-    check_trusted(app.config.path, what="the configuration")
+    app.require_trusted()
     if job is not None:
         app.config.job(job)
     rows = examine(app.state, app.config, job, app.host)
