@@ -8,7 +8,7 @@ thing: the attempt ends, and `resume` starts a new attempt at the checkpoint.
     cron, systemd, a person
       |  batchrun run JOB
       v
-    supervisor -- holds the job's lock, admits the run, watches, makes the run's edges
+    supervisor -- holds the job's lock, admits the run, watches health, makes the run's edges
       |  starts, signals                                   |
       v                                                    v
     worker ---- reads the source, drives the job's      ledger      state/ledger.db
@@ -16,13 +16,15 @@ thing: the attempt ends, and `resume` starts a new attempt at the checkpoint.
       v
     target ---- the job's rows and batchrun's mark, in one transaction
 
-The two processes talk through the ledger and by signals. A run moves between the states of
-`RunState` along the edges of `TRANSITIONS` and no others:
+The two processes talk through the ledger and by signals. A run moves between the nine states of
+`RunState` along the edges of `TRANSITIONS` and no others. `waiting` is a start that is still to be
+begun; `awaiting` a run that a person, or the outside, has to answer first:
 
-    waiting -> reserved -> running -> succeeded, or cancelled: finished, nothing leaves
-                  ^           |
-                  |           v
-                  +-- paused, interrupted, failed, awaiting: unfinished, a new attempt goes on
+    waiting --> reserved --> running --> succeeded, or cancelled: finished, nothing leaves
+                 ^    ^         |
+                 |    +---------+ the same supervisor begins the next attempt
+                 |              v
+                 +-- paused, interrupted, failed, awaiting: a start or `resume --all` goes on
 
 The sections, bottom first; each uses only what stands above it:
 
@@ -36,13 +38,14 @@ The sections, bottom first; each uses only what stands above it:
      8. Jobs                      what a job is, and what it is given; targets and sources
     10. Recovery                  what a start finds, and what makes it agree
     11. Worker                    one attempt: gate, batch, commit, cleanup
-    12. Supervisor                admission, attempts, endings
+    12. Supervisor                admission, attempts, retries, endings
     13. Reports                   rows to text and JSON
     14. Command line              words to calls
 
 Twenty minutes of reading: the comment at the head of section 11 (the commit), the one of section 4
-(the file), `Ledger.commit`, `VERDICTS` in section 10 (what a start finds), `Ledger.admit`, then
-`Context.batches` and `Worker.drive`.
+(the file), `Ledger.commit`; `VERDICTS` in section 10 (what a start finds) and `ANSWERS` there (who
+goes on with what stopped), `Ledger.admit`; then `Context.batches` and `Worker.drive`. The head of
+every section says its rules before the code does.
 """
 
 from __future__ import annotations
