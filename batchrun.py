@@ -5692,15 +5692,7 @@ MARK_TABLE = """CREATE TABLE IF NOT EXISTS batchrun_mark (
 
 
 class Job:
-    """A job's function and what it declares; what the `job` decorator returns.
-
-    Attributes:
-        function: the generator function itself.
-        settings: the frozen dataclass of its settings, or None if it has none.
-        version: of the job's checkpoints.
-        resumes: older version -> function that turns its cursor into one of this version.
-        retry_if: tells from an exception of the job whether trying again may help; None: always.
-    """
+    """A job's function and what it declares; what the `job` decorator returns; see there."""
 
     def __init__(
         self,
@@ -5708,11 +5700,10 @@ class Job:
         settings: type | None,
         version: int,
         resumes: dict[int, Callable[[Any], Any]],
-        retry_if: Callable[[BaseException], object] | None = None,
+        retry_if: Callable[[BaseException], object] | None,
     ) -> None:
-        self.function, self.settings = function, settings
-        self.version, self.resumes = version, resumes
-        self.retry_if = retry_if
+        self.function, self.settings, self.version = function, settings, version
+        self.resumes, self.retry_if = resumes, retry_if
 
     @property
     def title(self) -> str:
