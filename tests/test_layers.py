@@ -25,7 +25,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Ledger": 1_770,
     "Locks and maintenance": 405,
     "Health": 845,
-    "Jobs": 2_400,
+    "Jobs": 2_390,
     "Operations": 200,
     "Recovery": 600,
     "Worker": 705,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 980,
 }
 COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 11_801  # must stay under
+LINES_IN_ALL = 11_791  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
