@@ -8,7 +8,7 @@ thing: the attempt ends, and `resume` starts a new attempt at the checkpoint.
     cron, systemd, a person
       |  batchrun run JOB
       v
-    supervisor -- holds the job's lock, admits the run, watches, makes the run's edges
+    supervisor -- holds the job's lock, admits the run, watches health, makes the run's edges
       |  starts, signals                                   |
       v                                                    v
     worker ---- reads the source, drives the job's      ledger      state/ledger.db
@@ -16,13 +16,15 @@ thing: the attempt ends, and `resume` starts a new attempt at the checkpoint.
       v
     target ---- the job's rows and batchrun's mark, in one transaction
 
-The two processes talk through the ledger and by signals. A run moves between the states of
-`RunState` along the edges of `TRANSITIONS` and no others:
+The two processes talk through the ledger and by signals. A run moves between the nine states of
+`RunState` along the edges of `TRANSITIONS` and no others. `waiting` is a start that is still to be
+begun; `awaiting` a run that a person, or the outside, has to answer first:
 
-    waiting -> reserved -> running -> succeeded, or cancelled: finished, nothing leaves
-                  ^           |
-                  |           v
-                  +-- paused, interrupted, failed, awaiting: unfinished, a new attempt goes on
+    waiting --> reserved --> running --> succeeded, or cancelled: finished, nothing leaves
+                 ^    ^         |
+                 |    +---------+ the same supervisor begins the next attempt
+                 |              v
+                 +-- paused, interrupted, failed, awaiting: a start or `resume --all` goes on
 
 The sections, bottom first; each uses only what stands above it:
 
@@ -36,13 +38,14 @@ The sections, bottom first; each uses only what stands above it:
      8. Jobs                      what a job is, and what it is given; targets and sources
     10. Recovery                  what a start finds, and what makes it agree
     11. Worker                    one attempt: gate, batch, commit, cleanup
-    12. Supervisor                admission, attempts, endings
+    12. Supervisor                admission, attempts, retries, endings
     13. Reports                   rows to text and JSON
     14. Command line              words to calls
 
 Twenty minutes of reading: the comment at the head of section 11 (the commit), the one of section 4
-(the file), `Ledger.commit`, `VERDICTS` in section 10 (what a start finds), `Ledger.admit`, then
-`Context.batches` and `Worker.drive`.
+(the file), `Ledger.commit`; `VERDICTS` in section 10 (what a start finds) and `ANSWERS` there (who
+goes on with what stopped), `Ledger.admit`; then `Context.batches` and `Worker.drive`. The head of
+every section says its rules before the code does.
 """
 
 from __future__ import annotations
@@ -569,29 +572,21 @@ class Wellness(StrEnum):
 
 
 class Reading(NamedTuple):
-    """One row of the table `reading`: what a sample saw; None for what could not be seen.
-
-    Attributes:
-        number: the run's newest commit at that time.
-        limit_source: which limit leaves the least memory: `cgroup /a/b`, `RLIMIT_AS`, `host`.
-        rss_bytes: of the worker and all below it, as are the counts that follow.
-        connections: to the declared databases.
-        pressure: per cent of the last 10 s in which somebody waited for memory.
-    """
+    """One row of the table `reading`: what a sample saw; None for what could not be seen."""
 
     id: int
     at: str
     generation: int
-    number: int
+    number: int  # the run's newest commit at that time
     available_bytes: int | None
     limit_bytes: int | None
-    limit_source: str | None
-    rss_bytes: int | None
-    connections: int | None
+    limit_source: str | None  # which limit leaves the least: `cgroup /a/b`, `RLIMIT_AS`, `host`
+    rss_bytes: int | None  # of the worker and all below it, as are the counts that follow
+    connections: int | None  # to the declared databases
     open_files: int | None
     threads: int | None
     children: int | None
-    pressure: float | None
+    pressure: float | None  # per cent of the last 10 s in which somebody waited for memory
 
 
 class HealthCheck(NamedTuple):
@@ -710,18 +705,13 @@ class Peer(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What a process and all below it use; memory that they share is counted for each.
-
-    Attributes:
-        open_files: None if they may not be seen; then connections are not known either.
-        connections: how many there are, by the name of what is at their other end.
-    """
+    """What a process and all below it use; memory that they share is counted for each."""
 
     rss_bytes: int
-    open_files: int | None
+    open_files: int | None  # None if they may not be seen; then connections are not known either
     threads: int
     children: int
-    connections: dict[str, int]
+    connections: dict[str, int]  # how many, by the name of what is at their other end
 
 
 class Host:
@@ -818,19 +808,21 @@ class Host:
             host = psutil.virtual_memory()
             yield Memory(host.available, host.total, "host")
 
-    def _group_memory(self, place: Path) -> Iterator[Memory]:
-        """Yield what each control group above a process leaves of memory, if it has a limit."""
+    def _groups(self, place: Path) -> Iterator[tuple[Path, str, GroupFiles]]:
+        """Yield where the control groups of a process are that count memory: root, name, files."""
         for line in _text_of(place / "cgroup").splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers == "":
                 alone = (self.cgroups / "cgroup.controllers").exists()
-                root, names = self.cgroups if alone else self.cgroups / "unified", GROUP_V2
+                yield self.cgroups if alone else self.cgroups / "unified", group, GROUP_V2
             elif "memory" in controllers.split(","):
-                root, names = self.cgroups / "memory", GROUP_V1
-            else:
-                continue
+                yield self.cgroups / "memory", group, GROUP_V1
+
+    def _group_memory(self, place: Path) -> Iterator[Memory]:
+        """Yield what each control group above a process leaves of memory, if it has a limit."""
+        for root, group, files in self._groups(place):
             for each in (Path(group), *Path(group).parents):
-                yield from _room_in_group(root / str(each).lstrip("/"), *names, str(each))
+                yield from _room_in_group(root / str(each).lstrip("/"), files, str(each))
 
     def memory_pressure(self) -> float | None:
         """Return the per cent of the last 10 s in which somebody waited for memory (PSI)."""
@@ -850,9 +842,8 @@ class Host:
         if not self._stat_fields(pid):
             return None
         links = [link for each in seen for link in each or ()]
-        rss_bytes = sum(int(fields[21]) for fields in stats) * os.sysconf("SC_PAGE_SIZE")
         return Usage(
-            rss_bytes,
+            sum(int(fields[21]) for fields in stats) * FRAME_BYTES,
             None if seen[0] is None else len(links),
             sum(int(fields[17]) for fields in stats),
             len(stats) - 1,
@@ -929,9 +920,9 @@ class Host:
         """Inherit the orphans of our descendants, so that none outlives us unseen."""
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
-    def ask_for_signal_at_parents_death(self, number: int) -> None:
-        """Have the kernel send this process a signal when its parent goes away."""
-        _prctl(PR_SET_PDEATHSIG, number)
+    def ask_for_signal_at_parents_death(self) -> None:
+        """Have the kernel send this process SIGTERM when its parent goes away."""
+        _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def volunteer_for_oom_kill(self) -> None:
         """Make this process the one to be killed when memory runs out."""
@@ -957,21 +948,11 @@ class Host:
 
         Those of our own cgroup, plus those of the machine where it counts them: only a rise tells.
         """
-        counted = []
-        for path in ("/proc/vmstat", *self._oom_files()):
-            with contextlib.suppress(OSError):
-                counted += re.findall(r"^oom_kill (\d+)$", Path(path).read_text(), re.MULTILINE)
+        found = self._groups(self.proc / "self")
+        ours = [root / group.lstrip("/") / files.kills for root, group, files in found]
+        texts = map(_text_of, (self.proc / "vmstat", *ours))
+        counted = [n for text in texts for n in re.findall(r"^oom_kill (\d+)$", text, re.MULTILINE)]
         return sum(map(int, counted)) if counted else None
-
-    def _oom_files(self) -> Iterator[str]:
-        """Yield where our memory cgroup, of version 1 or 2, counts its kills."""
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/self/cgroup").read_text().splitlines():
-                _, controllers, path = line.split(":", 2)
-                if controllers == "":
-                    yield f"/sys/fs/cgroup{path}/memory.events"
-                elif "memory" in controllers.split(","):
-                    yield f"/sys/fs/cgroup/memory{path}/memory.oom_control"
 
     @functools.cached_property
     def systemd(self) -> Systemd:
@@ -983,9 +964,6 @@ class Systemd:
     """What systemd is told, if it started us and wants to know; see the head of this section.
 
     Its variables are taken out of the environment, so that no job speaks in our name.
-
-    Attributes:
-        longest_wait_s: how long a turn may be away from the next, for the watchdog's sake.
     """
 
     def __init__(self, host: Host) -> None:
@@ -995,7 +973,7 @@ class Systemd:
         self._address = re.sub("^@", "\0", address)
         watched = period.isdecimal() and int(period) > 0 and pid in ("", str(os.getpid()))
         half_s = int(period) / 2e6 if watched else float("inf")
-        self.longest_wait_s = half_s / 2
+        self.longest_wait_s = half_s / 2  # from one turn to the next, for the watchdog's sake
         self._always = {"WATCHDOG": "1"} if watched else {}
         self._every_s = {
             "STATUS": STATUS_EVERY_S,
@@ -1078,8 +1056,20 @@ def _has_open(process_folder: Path, wanted: os.stat_result) -> bool:
     return False
 
 
-GROUP_V2 = ("memory.max", "memory.current", "inactive_file")
-GROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+class GroupFiles(NamedTuple):
+    """What the files of a control group are called, and the cache in its memory.stat."""
+
+    limit: str
+    used: str
+    cache: str
+    kills: str
+
+
+GROUP_V2 = GroupFiles("memory.max", "memory.current", "inactive_file", "memory.events")
+GROUP_V1 = GroupFiles(
+    *("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    kills="memory.oom_control",
+)
 
 
 def _text_of(path: Path) -> str:
@@ -1090,12 +1080,13 @@ def _text_of(path: Path) -> str:
         return ""
 
 
-def _room_in_group(folder: Path, limit: str, used: str, cache: str, group: str) -> Iterator[Memory]:
+def _room_in_group(folder: Path, files: GroupFiles, group: str) -> Iterator[Memory]:
     """Yield what one control group leaves of memory; nothing without a limit ("max")."""
     with contextlib.suppress(OSError, ValueError):
-        limit_bytes = int((folder / limit).read_text())
-        used_bytes = int((folder / used).read_text())
-        found = re.search(rf"^{cache} ([0-9]+)$", _text_of(folder / "memory.stat"), re.MULTILINE)
+        limit_bytes = int((folder / files.limit).read_text())
+        used_bytes = int((folder / files.used).read_text())
+        cached = _text_of(folder / "memory.stat")
+        found = re.search(rf"^{files.cache} ([0-9]+)$", cached, re.MULTILINE)
         left = limit_bytes - used_bytes + (int(found[1]) if found else 0)
         yield Memory(max(left, 0), limit_bytes, f"cgroup {group}")
 
@@ -1105,7 +1096,7 @@ def _address_space(place: Path) -> Iterator[Memory]:
     found = re.search(r"^Max address space +([0-9]+) ", _text_of(place / "limits"), re.MULTILINE)
     used = _text_of(place / "statm").split()
     if found and used:
-        left = int(found[1]) - int(used[0]) * os.sysconf("SC_PAGE_SIZE")
+        left = int(found[1]) - int(used[0]) * FRAME_BYTES
         yield Memory(max(left, 0), int(found[1]), "RLIMIT_AS")
 
 
@@ -1222,27 +1213,19 @@ def write_line(descriptor: int, text: str) -> None:
         write_all(descriptor, f"{text}\n".encode(errors="replace"))
 
 
+READ_PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link, no waiting pipe
+MAKE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
 def prepare_file(directory: int, name: str, content: bytes) -> str:
-    """Write a file whole and durable under a temporary name, and return that name.
-
-    Args:
-        directory: descriptor of the directory that will hold the file.
-        name: the final name, not touched yet.
-        content: all of it.
-
-    Raises:
-        OSError: nothing was left behind.
-    """
+    """Write a file whole and durable under a temporary name, and return it; or leave nothing."""
     temporary = f".{name}.{os.getpid()}.{time.monotonic_ns():x}{TEMPORARY_SUFFIX}"
-    ways = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(temporary, ways, 0o600, dir_fd=directory)
+    descriptor = os.open(temporary, MAKE_NEW, 0o600, dir_fd=directory)
     try:
-        try:
+        with os.fdopen(descriptor, "wb", buffering=0):
             write_all(descriptor, content)
             reach("file.fsync")
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
     except BaseException:
         discard_file(directory, temporary)
         raise
@@ -1262,6 +1245,16 @@ def discard_file(directory: int, temporary: str) -> None:
 
 
 @contextlib.contextmanager
+def prepared_file(directory: int, name: str, content: bytes) -> Iterator[str]:
+    """Prepare a file and yield its temporary name; remove it at the end if it still has that."""
+    temporary = prepare_file(directory, name, content)
+    try:
+        yield temporary
+    finally:
+        discard_file(directory, temporary)
+
+
+@contextlib.contextmanager
 def open_folder(path: Path) -> Iterator[int]:
     """Hold a folder open and yield its descriptor."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -1273,19 +1266,13 @@ def open_folder(path: Path) -> Iterator[int]:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file by a whole and durable new one, or leave it as it was."""
-    with open_folder(path.parent) as directory:
-        temporary = prepare_file(directory, path.name, content)
-        try:
-            publish_file(directory, temporary, path.name)
-        except BaseException:
-            discard_file(directory, temporary)
-            raise
+    with open_folder(path.parent) as folder, prepared_file(folder, path.name, content) as temporary:
+        publish_file(folder, temporary, path.name)
 
 
 def make_private_file(path: Path) -> None:
     """Make an empty file with mode 0600, whatever the umask; it must not be there."""
-    ways = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, ways, 0o600)
+    descriptor = os.open(path, MAKE_NEW, 0o600)
     os.fchmod(descriptor, 0o600)
     os.close(descriptor)
 
@@ -1387,26 +1374,42 @@ def parse_size(text: object) -> int:
     return thousandths * _UNITS_BYTES[found[3]] // 1000
 
 
-def _whole(low: int, high: int) -> Callable[[object], int]:
-    """Return a reader of whole numbers from low to high, both included."""
-
-    def read(value: object) -> int:
-        if type(value) is int and low <= value <= high:
-            return value
-        raise ValueError(f"a whole number from {low} to {high} is wanted")
-
-    return read
-
-
-def _text(make: Callable[[str], T], pattern: str, wanted: str) -> Callable[[object], T]:
-    """Return a reader of text that matches."""
+def _reader(
+    fits: Callable[[Any], object], wanted: str, make: Callable[[Any], T]
+) -> Callable[[object], T]:
+    """Return what makes a Python value of a TOML value that fits, or says what is wanted."""
 
     def read(value: object) -> T:
-        if isinstance(value, str) and re.fullmatch(pattern, value):
+        if fits(value):
             return make(value)
         raise ValueError(f"{wanted} is wanted")
 
     return read
+
+
+def _whole(low: int, high: int) -> Callable[[object], int]:
+    """Return a reader of whole numbers from low to high, both included."""
+    wanted = f"a whole number from {low} to {high}"
+    return _reader(lambda value: type(value) is int and low <= value <= high, wanted, int)
+
+
+def _text(make: Callable[[str], T], pattern: str, wanted: str) -> Callable[[object], T]:
+    """Return a reader of text that matches."""
+    return _reader(lambda v: isinstance(v, str) and re.fullmatch(pattern, v), wanted, make)
+
+
+def _lasting(low_s: float) -> Callable[[object], float]:
+    """Return a reader of durations that are not shorter."""
+    return _reader(lambda v: parse_duration(v) >= low_s, f"at least {low_s:g} s", parse_duration)
+
+
+def _listed(read: Callable[[object], T], wanted: str) -> Callable[[object], tuple[T, ...]]:
+    """Return a reader of lists, each element read by itself."""
+    wanted = f"a list of {wanted}"
+    return _reader(lambda v: isinstance(v, list), wanted, lambda v: tuple(map(read, v)))
+
+
+_yes_or_no = _reader(lambda value: isinstance(value, bool), "true or false", bool)
 
 
 SHARE_FLOOR = 1_000  # records
@@ -1481,34 +1484,6 @@ class ConfigKey(NamedTuple):
     meaning: str
 
 
-def _lasting(low_s: float) -> Callable[[object], float]:
-    """Return a reader of durations that are not shorter."""
-
-    def read(value: object) -> float:
-        if (found := parse_duration(value)) >= low_s:
-            return found
-        raise ValueError(f"at least {low_s:g} s is wanted")
-
-    return read
-
-
-def _listed(read: Callable[[object], T], wanted: str) -> Callable[[object], tuple[T, ...]]:
-    """Return a reader of lists, each element read by itself."""
-
-    def read_all(value: object) -> tuple[T, ...]:
-        if isinstance(value, list):
-            return tuple(read(each) for each in value)
-        raise ValueError(f"a list of {wanted} is wanted")
-
-    return read_all
-
-
-def _yes_or_no(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise ValueError("true or false is wanted")
-
-
 SCHEMES = ("tcp", "http", "https", "redis", "unix", "sqlite", "postgresql", "postgres")
 LOCAL_SCHEMES = ("unix", "sqlite")  # a path follows
 
@@ -1524,11 +1499,7 @@ def _url(value: object) -> str | dict[str, object]:
 
 
 def require_url(url: str) -> str:
-    """Return an address that can be asked; have its password masked.
-
-    Raises:
-        ValueError: what is wanted.
-    """
+    """Return an address that can be asked, its password masked from now on; or ValueError."""
     from urllib.parse import urlsplit  # only where there is a dependency
 
     _remember_parts("", url)
@@ -1605,9 +1576,7 @@ NEED_KEYS = {
     "name": ConfigKey("name", "NAME", _NAME, "what it is called in messages; must be given"),
     "url": ConfigKey("url", "", _url, "where it is"),
     "timeout": ConfigKey("timeout_s", "5s", _lasting(0.1), "to answer in"),
-    "critical": ConfigKey(
-        "critical", default=False, read=_yes_or_no, meaning="whether it pauses alone"
-    ),
+    "critical": ConfigKey("critical", False, _yes_or_no, "whether it pauses alone"),  # noqa: FBT003
     "jobs": ConfigKey("jobs", [], _WORDS, "that need it; none: all"),
 }
 DEPENDENCY_KEYS = NEED_KEYS | {
@@ -1626,31 +1595,20 @@ JOB_KEYS = {
 
 
 class Need(NamedTuple):
-    """What jobs need: one [[health.dependency]], or one [[health.database]].
+    """What jobs need: one [[health.dependency]], or one [[health.database]]."""
 
-    Attributes:
-        factor: the factor of health that it belongs to.
-        url: or where it is read from; "" if there is a command.
-        jobs: the jobs that need it; none: all.
-        normal: how many connections to it a job normally has; 0: they are not counted.
-    """
-
-    factor: str
+    factor: str  # of health, that it belongs to
     name: str
-    url: str | Mapping[str, object]
+    url: str | Mapping[str, object]  # or where it is read from; "" if there is a command
     timeout_s: float
     critical: bool
-    jobs: tuple[str, ...]
+    jobs: tuple[str, ...]  # that need it; none: all
     command: tuple[str, ...] = ()
     expect: int = 200
-    normal: int = 0
+    normal: int = 0  # how many connections to it a job normally has; 0: they are not counted
 
     def address(self, folder: Path) -> str:
-        """Return the url as text, read from elsewhere if it says so.
-
-        Raises:
-            ValueError: it cannot be read, or is none.
-        """
+        """Return the url as text, read from elsewhere if it says so; ValueError if it is none."""
         if isinstance(self.url, str):
             return self.url
         return str(_url(_fetched(dict(self.url), folder)))
@@ -1762,11 +1720,7 @@ def _defaults(keys: Mapping[str, ConfigKey]) -> dict[str, Any]:
 
 
 def require_text(path: Path) -> None:
-    """Refuse a path that is not UTF-8: SQLite cannot open it, and no message can show it.
-
-    Raises:
-        ConfigurationError: shows the path as Python would.
-    """
+    """Refuse a path that is not UTF-8: SQLite cannot open it, and no message can show it."""
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
@@ -1967,10 +1921,8 @@ def _distrust(place: Path, seen: os.stat_result, me: int, *, contains: bool) -> 
     mode, owner = stat.S_IMODE(seen.st_mode), Host().user_name(seen.st_uid)
     if seen.st_uid not in (me, 0):
         line = f"chown {Host().user_name(me)} {_typed(place)}"
-        return (
-            f"belongs to {owner}",
-            line if me else f"sudo -u {owner} {_typed('batchrun', *sys.argv[1:])}",
-        )
+        again = f"sudo -u {owner} {_typed('batchrun', *sys.argv[1:])}"
+        return f"belongs to {owner}", line if me else again
     shared = mode & stat.S_IWGRP and not _is_private(seen.st_gid, owner)
     who = "everyone" if mode & stat.S_IWOTH else "its group" if shared else ""
     if not who or (contains and mode & stat.S_ISVTX):  # sticky: nobody replaces what is not theirs
@@ -2125,7 +2077,7 @@ def build_settings(
     problems = [
         f"{each.name}: is missing; a value of type {_type_name(kinds[each.name])} is wanted"
         for each in _declared_fields(cls)
-        if each.init and each.name not in given and not _has_default(each)
+        if each.init and each.name not in given and not _defaults_of(each)
     ]
     for name, value in given.items():
         try:
@@ -2166,19 +2118,13 @@ def _declared_fields(settings: object) -> tuple[Field[Any], ...]:
     return fields(settings) if is_dataclass(settings) else ()
 
 
-def _has_default(each: Field[Any]) -> bool:
-    """Tell whether a setting may be left out."""
+def _defaults_of(each: Field[Any]) -> list[object]:
+    """Return the default of a setting as the only element; none if it must be given."""
     from dataclasses import MISSING
 
-    return each.default is not MISSING or each.default_factory is not MISSING
-
-
-def _default(each: Field[Any]) -> object:
-    """Return the default of a setting; None if it has none."""
-    if not _has_default(each):
-        return None
     factory: Any = each.default_factory
-    return factory() if callable(factory) else each.default
+    default = each.default if factory is MISSING else factory()
+    return [] if default is MISSING else [default]
 
 
 def _type_name(kind: object) -> str:
@@ -2328,7 +2274,7 @@ def changed_settings(before: Mapping[str, str], settings: object, folder: Path) 
     declared = {each.name: each for each in _declared_fields(settings)}
     changed = before.keys() - declared.keys()
     for name, digest in identity(settings, folder).items():
-        usual = _setting_digest(_default(declared[name]), folder)
+        usual = _setting_digest(next(iter(_defaults_of(declared[name])), None), folder)
         changed |= {name} if digest != before.get(name, usual) else set()
     return sorted(changed)
 
@@ -2546,11 +2492,7 @@ def first_hash(ledger: str, run: str, settings: str) -> str:
 
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> tuple[bytes, str]:
-    """Return a checkpoint as the bytes of its file, and its hash; both are verified first.
-
-    Raises:
-        CursorError: it would not read back as it was written; says why.
-    """
+    """Return a checkpoint as its file's bytes, and its hash; CursorError if not read back so."""
     body = f"{_a_value_a_line(checkpoint._asdict())}\n".encode()
     digest = sha256(body).hexdigest()
     content = f"{CHECKPOINT_MAGIC} {CHECKPOINT_FORMAT} {digest} {len(body)}\n".encode() + body
@@ -2645,27 +2587,20 @@ class CheckpointStore:
         return sorted(path.stem for path in self.folder.glob("[!.]*.json"))
 
     def read(self, run: str) -> bytes | None:
-        """Return the bytes of a run's checkpoint file, or None if there is no file.
-
-        Raises:
-            BrokenCheckpoint: what stands there is no regular file.
-        """
-        ways = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        """Return the bytes of a run's file, None without one; BrokenCheckpoint if no file."""
         try:
-            descriptor = os.open(self.path(run), ways)
+            descriptor = os.open(self.path(run), READ_PLAIN)
         except FileNotFoundError:
             return None
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):
                 raise BrokenCheckpoint("it is a link or a socket, not a file") from error
             raise
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise BrokenCheckpoint("it is a directory or a pipe, not a file")
-            with os.fdopen(descriptor, "rb", closefd=False) as file:
-                return file.read(CHECKPOINT_MAX_BYTES + 1)
-        finally:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
+            raise BrokenCheckpoint("it is a directory or a pipe, not a file")
+        with os.fdopen(descriptor, "rb") as file:
+            return file.read(CHECKPOINT_MAX_BYTES + 1)
 
     def prepare(self, run: str, content: bytes) -> str:
         """Make the bytes of a checkpoint durable under a temporary name; return that name."""
@@ -2685,12 +2620,8 @@ class CheckpointStore:
 
     def replace(self, run: str, content: bytes) -> None:
         """Write a run's checkpoint anew, in a new inode; leave no temporary file if that fails."""
-        temporary = self.prepare(run, content)
-        try:
+        with prepared_file(self._directory, f"{run}.json", content) as temporary:
             self.publish(run, temporary)
-        except BaseException:
-            self.discard(temporary)
-            raise
 
     def remove(self, run: str) -> None:
         """Remove the checkpoint of a run that can need it no more."""
@@ -3043,7 +2974,8 @@ READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> v
 class Ledger:
     """What happened, in verbs: each public method that writes is one transaction.
 
-    Use `open_ledger`. One process, one connection; never shared with a forked child.
+    Use `open_ledger`. One process, one connection; never shared with a forked child. A verb that is
+    given a generation raises LostOwnership, and changes nothing, if another one took the run over.
     """
 
     def __init__(self, path: Path, host: Host, connection: apsw.Connection) -> None:
@@ -3078,7 +3010,7 @@ class Ledger:
         Raises:
             StateDirectoryError: the disk or a reader was in the way; what was read may not last.
         """
-        if not self._empty_log(BUSY_LIMIT_S):
+        if not self.empty_log(BUSY_LIMIT_S):
             raise StateDirectoryError(
                 f"The log of the ledger {self.path} cannot be written back.",
                 why="The last owner did not end cleanly, and another process has kept the"
@@ -3087,12 +3019,11 @@ class Ledger:
                 todo=f"See who reads it: fuser -v {self.path}; then start again.",
             )
 
-    def shorten_log(self) -> bool:
-        """Empty the WAL if nobody is in the way, without waiting; tell whether it is empty."""
-        return self._empty_log(0)
+    def empty_log(self, patience_s: float = 0) -> bool:
+        """Empty the WAL to its end, if nobody is in the way for longer; tell whether it is empty.
 
-    def _empty_log(self, patience_s: float) -> bool:
-        """Empty the WAL to its end; a checkpoint by someone else is busy without any wait."""
+        A checkpoint by someone else is busy without any wait.
+        """
         until = self._host.monotonic() + patience_s
         self._patience_s = patience_s
         try:
@@ -3123,11 +3054,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Hold the write lock for one short transaction.
-
-        Raises:
-            OutcomeUnknown: the COMMIT raised; only the next start can tell what happened.
-        """
+        """Hold the write lock for one transaction; OutcomeUnknown if the COMMIT itself raised."""
         with self._letters():
             self._sql("BEGIN IMMEDIATE")
             try:
@@ -3319,10 +3246,6 @@ class Ledger:
         bindings = (after, what, *([run.key] if run else []))
         return [Event(*row) for row in self._rows(sql, *bindings)]
 
-    def said_since(self, run: Run, event: int) -> list[Event]:
-        """Return the lines for people that were recorded after an event."""
-        return self.events(run, what=SAID, after=event)
-
     def refused_since_success(self, job: str) -> int:
         """Return how many starts of a job were refused since it last succeeded."""
         last = self.last_success(job)
@@ -3335,10 +3258,6 @@ class Ledger:
     def barrier(self) -> Barrier | None:
         """Return the barrier that is up, as far as the ledger has met it."""
         return self._one(Barrier, "WHERE closed IS NULL")
-
-    def latest_barrier(self) -> Barrier | None:
-        """Return the newest barrier, up or not."""
-        return self._one(Barrier, "ORDER BY id DESC LIMIT 1")
 
     def turned_away(self, barrier: Barrier) -> list[tuple[str, str, int]]:
         """Return what a barrier did to starts: `refused` or `deferred`, the job, how often."""
@@ -3365,11 +3284,7 @@ class Ledger:
     def raise_barrier(
         self, who: str, find: Callable[[], Lockfile | None], make: Callable[[], Lockfile]
     ) -> tuple[Lockfile, bool]:
-        """Make the lockfile and its row, if none is there; return it, and whether it was made.
-
-        Raises:
-            MaintenanceOn: somebody made one by hand in this moment.
-        """
+        """Make the lockfile and its row, if none is there; return it, and whether it was made."""
         with self._writing():
             found = find()
             self._know_barrier(found, who)
@@ -3392,13 +3307,13 @@ class Ledger:
                 self._close_barrier(barrier, who, why)
                 reach("barrier.closed")
         reach("barrier.lowered")
-        return self.latest_barrier() if barrier else None
+        return self._one(Barrier, "WHERE id = ?", barrier.id) if barrier else None
 
     def refuse(self, job: str, who: str, why: str, find: Callable[[], Lockfile | None]) -> None:
         """Record a start that was refused by maintenance, and the barrier if it was not known."""
         with self._writing():
             self._know_barrier(find(), who)
-            self._event(None, job, who, REFUSED, why)
+            self._event(job, who, REFUSED, why)
 
     def _know_barrier(self, found: Lockfile | None, who: str) -> None:
         """Let the rows say what was found; the lockfile decides, whoever made or removed it."""
@@ -3411,15 +3326,15 @@ class Ledger:
         if barrier is None:
             names = ("device", "inode", "changed_ns", "reason", "until", "scopes")
             told = {name: getattr(found, name) for name in names}
-            opened = self._event(None, None, who, "maintenance on", found.reason)
+            opened = self._event(None, who, "maintenance on", found.reason)
             at = found.since or self._host.now()
             self._insert("barrier", at=at, who=found.by, opened=opened, **told)
         if found.overdue and (barrier is None or barrier.overdue is None):
-            event = self._event(None, None, who, "maintenance overdue", found.overdue)
+            event = self._event(None, who, "maintenance overdue", found.overdue)
             self._set("barrier", {"closed": None}, overdue=event)
 
     def _close_barrier(self, barrier: Barrier, who: str, why: str) -> None:
-        closed = self._event(None, None, who, "maintenance off", why)
+        closed = self._event(None, who, "maintenance off", why)
         ended = {"closed_at": self._host.now(), "closed_why": why}
         self._set("barrier", {"id": barrier.id, "closed": None}, closed=closed, **ended)
 
@@ -3430,47 +3345,28 @@ class Ledger:
     ) -> int:
         """Record something that changes no run, such as a refused start; return the event's id."""
         with self._writing():
-            key, job = (run.key, run.job) if run else (None, job)
-            return self._event(key, job, who, what, why)
+            return self._event(run or job, who, what, why)
 
     def admit(self, job: str, start: Start, agree: Callable[[Run], Agreement]) -> Admission:
         """Take the job's unfinished run, or begin a new one, under a new generation.
 
-        Everything is judged inside the transaction: a start that loses a race sees the winner.
-
-        Args:
-            job: the configured job, whose lock the caller holds.
-            start: who starts, and how.
-            agree: judges ledger and checkpoint of a run, writes nothing, raises to refuse.
-
-        Raises:
-            MaintenanceOn: the lockfile was there at the admission itself.
-            PersonNeeded: the run may not go on unasked.
+        The caller holds the job's lock. Everything is judged inside the transaction: a start that
+        loses a race sees the winner. `agree` judges ledger and checkpoint of a run, writes nothing,
+        and raises to refuse, as `start` does: for maintenance, or because a person is needed.
         """
         with self._writing():
-            require_known_version(self._connection, self.path)
-            self._know_barrier(start.require_admission(), start.who)
-            reach("admit.judged")
             said: list[str] = []
-            run = self.unfinished(job)
-            kept = run is not None and self._is_kept(run, start.owner)
-            if run is not None:
-                run = self._settled(run, start, said, kept=kept)
-            if start.retry and run is not None and not (run.finished or kept):
-                raise unfinished_before_retry(run)
-            if start.only_resume and (
-                run is None or run.finished or (start.leaves(run) and not kept)
-            ):
+            run, kept = self._judged(job, start, said)
+            if start.only_resume and (run is None or (start.leaves(run) and not kept)):
                 return Admission(run or self._finished_meanwhile(job), 0, said)
             deferred = (run and run.deferred) or {}
-            if run is None or run.finished:
+            if run is None:
                 run = self._insert_run(job, start, RunState.RESERVED)
             else:
                 self._take_over(run, start, agree(run), said, kept=kept)
             admitted = self.newest_event()
             generation = self._insert_attempt(run, start.owner)
-            mine: dict[str, object] = {"run": run.key, "generation": generation}
-            self._set("attempt", mine, admitted=admitted)
+            self._set_attempt(run, generation, admitted=admitted)
             reach("admit.commit")
         reach("admit.committed")
         return Admission(self.run(run.key), generation, said, deferred)
@@ -3478,36 +3374,37 @@ class Ledger:
     def defer(self, job: str, start: Start, note: Mapping[str, Any], why: str) -> Run:
         """Store a start that maintenance turned away, to be begun once by the tick.
 
-        It is judged as an admission would, but for the lockfile; a second one is the same one.
-
-        Args:
-            job: the configured job, whose lock the caller holds.
-            start: who starts, and how; `require_admission` is only to find the lockfile here.
-            note: what else is to be known when it is begun.
-            why: the refusal, in words.
-
-        Raises:
-            PersonNeeded: the run may not go on unasked.
+        It is judged as by `admit`, but `start.require_admission` is only to find the lockfile here;
+        a second one is the same one. `note` is what else is to be known when it is begun.
         """
         with self._writing():
-            require_known_version(self._connection, self.path)
-            self._know_barrier(start.require_admission(), start.who)
-            run = self.unfinished(job)
-            if run is not None:
-                run = self._settled(run, start, [], kept=False)
-            if start.only_resume and (run is None or run.finished):
-                return run or self._finished_meanwhile(job)
-            if start.retry and run is not None and not run.finished:
-                raise unfinished_before_retry(run)
-            if run is None or run.finished:
+            run, _ = self._judged(job, start, [])
+            if run is None:
+                if start.only_resume:
+                    return self._finished_meanwhile(job)
                 run = self._insert_run(job, start, RunState.WAITING)
             self._keep_overrides(run, start)
             first = {"at": self._host.now(), "who": start.who} | (run.deferred or {})
-            self._set("run", {"key": run.key}, deferred={**first, **note})
-            self._event(run.key, job, start.who, DEFERRED, why)
+            self._set_run(run, deferred={**first, **note})
+            self._event(run, start.who, DEFERRED, why)
             reach("defer.commit")
         reach("defer.committed")
         return self.run(run.key)
+
+    def _judged(self, job: str, start: Start, said: list[str]) -> tuple[Run | None, bool]:
+        """Return the unfinished run that a start finds, settled, and whether its owner keeps it."""
+        require_known_version(self._connection, self.path)
+        self._know_barrier(start.require_admission(), start.who)
+        reach("admit.judged")
+        run = self.unfinished(job)
+        kept = run is not None and self._is_kept(run, start.owner)
+        if run is not None:
+            run = self._settled(run, start, said, kept=kept)
+        if run is None or run.finished:
+            return None, False
+        if start.retry:
+            raise unfinished_before_retry(run)
+        return run, kept
 
     def _finished_meanwhile(self, job: str) -> Run:
         run = self.latest(job)
@@ -3517,23 +3414,22 @@ class Ledger:
 
     def _insert_run(self, job: str, start: Start, state: RunState) -> Run:
         """Insert a new run in state `reserved` or `waiting`."""
-        now = self._host.now()
-        key = self._insert(
-            "run",
-            id=start.run_id,
-            job=job,
-            state=state,
-            created_at=now,
-            changed_at=now,
-            overrides=start.overrides,
-            fresh_in_a_row=start.fresh_in_a_row,
-            retry_of=start.retry and (start.retry.of.retry_of or start.retry.of.id),
-        )
+        columns = {
+            "overrides": start.overrides,
+            "fresh_in_a_row": start.fresh_in_a_row,
+            "retry_of": start.retry and (start.retry.of.retry_of or start.retry.of.id),
+        }
+        run = self._make_run(start.run_id, job, state, self._host.now(), **columns)
         said = "started" if state == RunState.RESERVED else str(state)
-        self._event(key, job, start.who, said, TRANSITIONS[NEW, state])
+        self._event(run, start.who, said, TRANSITIONS[NEW, state])
         if start.retry:
-            self._take_up(start.retry, key)
-        return self.run(key)
+            self._take_up(start.retry, run.key)
+        return run
+
+    def _make_run(self, name: str, job: str, state: RunState, at: str, **columns: object) -> Run:
+        """Insert the row of a run that was begun at a moment, and return it."""
+        begun = {"id": name, "job": job, "state": state, "created_at": at}
+        return self.run(self._insert("run", **begun, changed_at=self._host.now(), **columns))
 
     def _take_up(self, retry: Retry, key: int) -> None:
         """Let a new run have the rejects that it is to run again, and no other."""
@@ -3570,15 +3466,15 @@ class Ledger:
     ) -> None:
         """Bring an unfinished run to `reserved`, with ledger and checkpoint made to agree."""
         if agreement.forward is not None:
-            content, digest = checkpoint_bytes(agreement.forward)
+            forward = agreement.forward
             size = None if run.size is None else max(1, run.size)  # the batch was done
-            generation = run.generation
-            self._apply_commit(run, agreement.forward, content, digest, generation, size=size)
-            self._confirm_rejects(run, agreement.forward)
+            content, digest = checkpoint_bytes(forward)
+            self._apply_commit(run, forward, content, digest, run.generation, size=size)
+            self._confirm_rejects(run, forward)
         if not kept:
             self._move(run, RunState.RESERVED, who=start.who, why=agreement.said)
         elif agreement.said:
-            self._event(run.key, run.job, start.who, RunState.RESERVED, agreement.said)
+            self._event(run, start.who, RunState.RESERVED, agreement.said)
         decided = run.state in (RunState.FAILED, RunState.AWAITING)
         if decided or is_paused_by_person(run):  # and now decided anew: all tries are free again
             self._sql(TRY_ANEW, {"key": run.key})
@@ -3598,33 +3494,20 @@ class Ledger:
                 unchanged="Nothing was changed.",
                 todo="Leave out --set, or add --accept-settings, or start anew with --fresh.",
             )
-        self._set("run", {"key": run.key}, overrides=start.overrides)
+        self._set_run(run, overrides=start.overrides)
 
     def _insert_attempt(self, run: Run, owner: ProcessIdentity) -> int:
         """Raise the generation and insert its attempt."""
-        generation = self._supersede(run)
-        self._insert(
-            "attempt",
-            run=run.key,
-            generation=generation,
-            supervisor=owner._asdict(),
-            began_at=self._host.now(),
-            from_number=self.run(run.key).number,
-        )
+        generation, number = self._supersede(run), self.run(run.key).number
+        mine = {"run": run.key, "generation": generation, "supervisor": owner._asdict()}
+        self._insert("attempt", **mine, began_at=self._host.now(), from_number=number)
         return generation
 
     def open_attempt(self, run: Run, generation: int, worker: ProcessIdentity, basis: Basis) -> Run:
-        """Record who works, and, before the first commit, what the run is based on.
-
-        Raises:
-            LostOwnership: another generation took over.
-        """
+        """Record who works, and, before the first commit, what the run is based on."""
         with self._owning(run, generation):
-            self._set(
-                "attempt", {"run": run.key, "generation": generation}, worker=worker._asdict()
-            )
-            based = {"settings": basis.settings, "job_version": basis.job_version}
-            self._set("run", {"key": run.key}, **based)
+            self._set_attempt(run, generation, worker=worker._asdict())
+            self._set_run(run, settings=basis.settings, job_version=basis.job_version)
             self._set("run", {"key": run.key, "number": 0}, hash=basis.first_hash)
         return self.run(run.key)
 
@@ -3633,7 +3516,7 @@ class Ledger:
     ) -> None:
         """Move a run from `reserved` to `running`: its worker hands out the first batch now."""
         with self._owning(run, generation):
-            self._set("run", {"key": run.key}, expected=expected)
+            self._set_run(run, expected=expected)
             self._sql(ARM, {"key": run.key, "tried": tried})
             self._move(run, RunState.RUNNING, who="worker")
 
@@ -3660,14 +3543,8 @@ class Ledger:
         temporary name, which `publish` renames into place inside the transaction; `spent` is
         seconds of reading, of the job's own work, and of batchrun since the last commit;
         `following` is the try that is armed by it, `gauges` what the worker holds, `size` the
-        limit that isolation goes on with.
-
-        Returns:
-            What is requested of the run, if anything.
-
-        Raises:
-            LostOwnership: another generation took over; nothing was changed.
-            OutcomeUnknown: rename, fsync or COMMIT failed.
+        limit that isolation goes on with. Returns what is requested of the run; OutcomeUnknown if
+        rename, fsync or COMMIT failed.
         """
         number = checkpoint.number
         with self._writing():
@@ -3758,7 +3635,7 @@ class Ledger:
             self._connection.executemany(sql, [(why, *row.spot) for row in rows])
             dropped = self._connection.total_changes() - before
             if dropped:
-                self._event(run.key, run.job, who, f"{dropped} rejects dropped", why)
+                self._event(run, who, f"{dropped} rejects dropped", why)
             return dropped
 
     def _confirm_rejects(self, run: Run, checkpoint: Checkpoint) -> None:
@@ -3774,28 +3651,19 @@ class Ledger:
     def end_attempt(
         self, run: Run, generation: int, end: AttemptEnd, releases: list[dict[str, Any]]
     ) -> None:
-        """Record, fenced, how the worker's own attempt ended; the run's edge is made from it.
-
-        Raises:
-            LostOwnership: another generation took over.
-        """
+        """Record, fenced, how the worker's own attempt ended; the run's edge is made from it."""
         with self._owning(run, generation):
-            self._write_end(run.key, generation, end)
-            self._set("attempt", {"run": run.key, "generation": generation}, releases=releases)
+            self._write_end(run, generation, end)
+            self._set_attempt(run, generation, releases=releases)
 
-    def _write_end(self, key: int, generation: int, end: AttemptEnd) -> None:
+    def _write_end(self, run: Run, generation: int, end: AttemptEnd) -> None:
         """Record how an attempt ended, unless its worker has said it already."""
-        said: dict[str, object] = {"run": key, "generation": generation, "ending": None}
+        said: dict[str, object] = {"run": run.key, "generation": generation, "ending": None}
         if end.ending in (Ending.OVERDUE, Ending.RECYCLED):  # the worker knew only: stop
             self._set("attempt", said | {"ending": Ending.STOPPED}, ending=None)
-        self._set(
-            "attempt",
-            said,
-            ended_at=self._host.now(),
-            cleans_until=None,
-            to_number=self.run(key).number,
-            **end._asdict(),
-        )
+        number, now = self.run(run.key).number, self._host.now()
+        ended = {"ended_at": now, "to_number": number, "cleans_until": None, **end._asdict()}
+        self._set("attempt", said, **ended)
 
     def settle(
         self,
@@ -3812,8 +3680,7 @@ class Ledger:
         the worker's process.
         """
         with self._owning(run, generation):
-            if diagnosis:
-                self._set("attempt", {"run": run.key, "generation": generation}, **diagnosis)
+            self._set_attempt(run, generation, **diagnosis)
             return self._settle(self.run(run.key), seen, "supervisor", decide)
 
     def _settle(
@@ -3824,7 +3691,7 @@ class Ledger:
         decide: Callable[[Run, Attempt], After] = after_ending,
     ) -> Run:
         """Turn the newest attempt's ending into the run's state, and charge its try."""
-        self._write_end(run.key, run.generation, seen)
+        self._write_end(run, run.generation, seen)
         attempt = cast("Attempt", self.last_attempt(run))
         run = self._charge(run, attempt)
         state, reason, why, size = decide(run, attempt)
@@ -3834,7 +3701,7 @@ class Ledger:
             self._set("run", {"key": run.key}, size=size)
         if state != run.state:
             return self._move(run, state, who=who, why=why, reason=reason)
-        self._event(run.key, run.job, who, state, why)
+        self._event(run, who, state, why)
         return run
 
     def _charge(self, run: Run, attempt: Attempt) -> Run:
@@ -3844,8 +3711,8 @@ class Ledger:
             caused = False  # no batch was open
         if not caused or attempt.charged:
             return run
-        self._set("attempt", {"run": run.key, "generation": attempt.generation}, charged=1)
-        self._set("run", {"key": run.key}, tries=run.tries + 1)
+        self._set_attempt(run, attempt.generation, charged=1)
+        self._set_run(run, tries=run.tries + 1)
         return self.run(run.key)
 
     def rest(self, run: Run, reason: Reason, why: str) -> Run:
@@ -3866,9 +3733,6 @@ class Ledger:
         """Record a cleanup whose resource is about to be made; None if this attempt has it already.
 
         What an earlier attempt of the job left pending of it is the new row's from now on.
-
-        Raises:
-            LostOwnership: another generation took over.
         """
         same = (
             "FROM cleanup c WHERE done_at IS NULL AND function = ?1 AND arguments = ?2"
@@ -3892,11 +3756,7 @@ class Ledger:
         return Cleanup(row, run.id, run.job, function, arguments, now, None, None, None)
 
     def begin_cleanup(self, run: Run, generation: int, row: int) -> None:
-        """Record, fenced, that a cleanup is about to be called.
-
-        Raises:
-            LostOwnership: another generation took over, and the resource may be its own.
-        """
+        """Record, fenced, that a cleanup is about to be called."""
         with self._owning(run, generation):
             self._set("cleanup", {"id": row}, error=CUT_OFF)
         reach("cleanup.begun", row)
@@ -3914,23 +3774,18 @@ class Ledger:
     def note_releases(self, run: Run, generation: int, until: float | None) -> None:
         """Record by when (CLOCK_MONOTONIC) a worker has released what it holds; None: it has."""
         with self._owning(run, generation):
-            self._set("attempt", {"run": run.key, "generation": generation}, cleans_until=until)
+            self._set_attempt(run, generation, cleans_until=until)
 
     def begin_cleaning(self, run: Run, owner: ProcessIdentity, who: str) -> int:
         """Begin an attempt that only runs pending cleanups, before a cancel or after the end.
 
-        The run is fenced and stays in its state; the caller holds the job's lock.
-
-        Returns:
-            The attempt's generation.
+        The run is fenced and stays in its state; the caller holds the job's lock. Returns the
+        attempt's generation.
         """
         with self._writing():
-            run = self.run(run.key)
-            if run.state in OWNED:
-                run = self._settle(run, DIED, who)
+            run = self._left(run, who)
             if not run.finished:
-                self._set("run", {"key": run.key}, request=Request.CANCEL)
-                self._event(run.key, run.job, who, "requested: cancel", "")
+                self._wish(run, Request.CANCEL, who)
             return self._insert_attempt(run, owner)
 
     def end_cleaning(
@@ -3938,13 +3793,12 @@ class Ledger:
     ) -> Run:
         """End such an attempt, whatever came of it, and cancel its run if it is unfinished."""
         with self._owning(run, generation):
-            if diagnosis:
-                self._set("attempt", {"run": run.key, "generation": generation}, **diagnosis)
-            self._write_end(run.key, generation, seen)
+            self._set_attempt(run, generation, **diagnosis)
+            self._write_end(run, generation, seen)
             run = self.run(run.key)
             return run if run.finished else self._cancel(run, who, "a person decided so")
 
-    # -- verbs: wishes and decisions -----------------------------------------------------
+    # -- verbs: health -------------------------------------------------------------------
 
     def record_reading(
         self,
@@ -3983,12 +3837,10 @@ class Ledger:
             at = self._host.now()
             self._insert("health_check", run=run.key, generation=generation, at=at, **columns)
 
-    def request(self, run: Run, request: Request, who: str) -> None:
-        """Ask something of a run that has a live owner; nothing outranks a cancel.
+    # -- verbs: wishes and decisions -----------------------------------------------------
 
-        Raises:
-            IllegalTransition: it has finished meanwhile, or is to be cancelled already.
-        """
+    def request(self, run: Run, request: Request, who: str) -> None:
+        """Ask something of a run that has a live owner; nothing outranks a cancel."""
         sql = (
             f"UPDATE run SET request = ?1 WHERE key = ?2 AND {UNFINISHED}"
             " AND (?1 = 'cancel' OR request IS NOT 'cancel') RETURNING 1"
@@ -4000,19 +3852,15 @@ class Ledger:
                     unchanged="Nothing was changed.",
                     todo=f"See: batchrun status {run.job}",
                 )
-            self._event(run.key, run.job, who, f"requested: {request}", "")
+            self._event(run, who, f"requested: {request}")
 
     def ask(self, run: Run, generation: int, name: str, summary: str) -> Approval:
-        """Store a job's question, unless it was asked before, and return it as it stands.
-
-        Raises:
-            LostOwnership: another generation took over.
-        """
+        """Store a job's question, unless it was asked before, and return it as it stands."""
         with self._owning(run, generation):
             sql = "INSERT INTO approval (run, name, summary, asked_at) VALUES (?, ?, ?, ?)"
             values = (run.key, name, summary, self._host.now())
             if self._sql(f"{sql} ON CONFLICT DO NOTHING RETURNING 1", values).fetchone():
-                self._event(run.key, run.job, "worker", f"asked: {name}", summary)
+                self._event(run, "worker", f"asked: {name}", summary)
         return next(question for question in self.approvals(run) if question.name == name)
 
     def approve(self, run: Run, name: str, by: str, why: str, who: str) -> None:
@@ -4028,17 +3876,15 @@ class Ledger:
             answer = {"who": by, "why": why, "answered_at": self._host.now()}
             self._set("approval", {"run": run.key, "name": name, "answered_at": None}, **answer)
             told = f"by {by}: {why}" if by != who else why
-            self._event(run.key, run.job, who, f"approved: {name}", told)
+            self._event(run, who, f"approved: {name}", told)
 
     def cancel(self, run: Run, who: str, why: str) -> None:
         """Cancel a run that nobody owns, unless it has succeeded; the caller holds the lock."""
         with self._writing():
-            run = self.run(run.key)
-            if run.state in OWNED:
-                run = self._settle(run, DIED, who)
-                if run.finished:
-                    return
-            self._cancel(run, who, why)
+            was_owned = self.run(run.key).state in OWNED
+            run = self._left(run, who)
+            if not (was_owned and run.finished):
+                self._cancel(run, who, why)
 
     def _cancel(self, run: Run, who: str, why: str) -> Run:
         """Cancel under a new generation, so that no earlier owner can write any more."""
@@ -4053,7 +3899,7 @@ class Ledger:
         says what happened.
         """
         with self._writing():
-            self._pause(self.run(run.key), who, Reason.PERSON)
+            self._pause(run, who, Reason.PERSON)
 
     def stop_at_barrier(
         self, run: Run, who: str, why: str, find: Callable[[], Lockfile | None]
@@ -4067,21 +3913,29 @@ class Ledger:
             elif run.reason != Reason.MAINTENANCE:  # else the worker was turned away
                 self._pause(run, who, Reason.MAINTENANCE, why)
 
+    def _wish(self, run: Run, request: Request, who: str) -> None:
+        """Keep a wish that whoever takes the run next will honour."""
+        self._set_run(run, request=request)
+        self._event(run, who, f"requested: {request}")
+
+    def _left(self, run: Run, who: str) -> Run:
+        """Return a run that nobody owns as it stands now, settled if its owner is gone."""
+        run = self.run(run.key)
+        return self._settle(run, DIED, who) if run.state in OWNED else run
+
     def _pause(self, run: Run, who: str, reason: Reason, why: str = "") -> None:
-        if run.state in OWNED:
-            run = self._settle(run, DIED, who)
+        run = self._left(run, who)
         if run.finished:
             return
         if run.state in (RunState.WAITING, RunState.AWAITING):
-            self._set("run", {"key": run.key}, request=Request.PAUSE)
-            self._event(run.key, run.job, who, f"requested: {Request.PAUSE}", "")
+            self._wish(run, Request.PAUSE, who)
             return
         self._supersede(run)
         self._change(run, RunState.RESERVED)
         why = why or f"a person paused it; it was {run.state}"
         self._move(self.run(run.key), RunState.PAUSED, who=who, why=why, reason=reason)
 
-    def adopt(self, checkpoint: Checkpoint, content: bytes, digest: str, who: str) -> None:
+    def adopt(self, checkpoint: Checkpoint, who: str) -> None:
         """Take a run over from its checkpoint alone, as a person decided; see `repair`.
 
         Rows that the ledger lacks stay lost, and an event says which.
@@ -4091,13 +3945,13 @@ class Ledger:
             lost = f"commits {run.number + 1} to {checkpoint.number - 1} have no rows"
             generation = max(run.generation, checkpoint.generation + 1)
             before = {"generation": generation, "number": checkpoint.number - 1}
-            self._set("run", {"key": run.key}, **before)
+            self._set_run(run, **before)
             self._catch_up_with_events(checkpoint, who)
             of_run = (run.key, checkpoint.number)
             self._sql("DELETE FROM batch WHERE run = ? AND number >= ?", of_run)
-            self._apply_commit(run, checkpoint, content, digest, generation)
+            self._apply_commit(run, checkpoint, *checkpoint_bytes(checkpoint), generation)
             why = f"checkpoint {checkpoint.number} adopted; {lost}"
-            self._event(run.key, run.job, who, "repaired", why)
+            self._event(run, who, "repaired", why)
             if run.state in OWNED:
                 self._move(run, RunState.INTERRUPTED, who=who, why="taken over by repair")
 
@@ -4109,17 +3963,8 @@ class Ledger:
         older = self.unfinished(checkpoint.job)
         if older is not None:
             self._cancel(older, who, "repair found a later run of the job")
-        return self.run(
-            self._insert(
-                "run",
-                id=checkpoint.run,
-                job=checkpoint.job,
-                state=RunState.RESERVED,
-                created_at=checkpoint.at,
-                changed_at=self._host.now(),
-                job_version=checkpoint.job_version,
-            )
-        )
+        begun = (checkpoint.run, checkpoint.job, RunState.RESERVED, checkpoint.at)
+        return self._make_run(*begun, job_version=checkpoint.job_version)
 
     def _catch_up_with_events(self, checkpoint: Checkpoint, who: str) -> None:
         """Let the ledger's clock stand after every event that a checkpoint knows of."""
@@ -4135,7 +3980,7 @@ class Ledger:
         """Change a run's state, append the event, and return the run."""
         self._change(run, to, why=why, reason=reason)
         said = f"{to} ({reason})" if reason else str(to)
-        self._event(run.key, run.job, who, said, why or TRANSITIONS[run.state, to])
+        self._event(run, who, said, why or TRANSITIONS[run.state, to])
         return self.run(run.key)
 
     def _change(self, run: Run, to: RunState, *, why: str = "", reason: str = "") -> None:
@@ -4151,9 +3996,11 @@ class Ledger:
         if self._sql(MOVE, bound).fetchone() is None:
             raise IllegalTransition(f"Run {run.id} was no longer {run.state}.")
 
-    def _event(self, run: int | None, job: str | None, who: str, what: str, why: str) -> int:
+    def _event(self, of: Run | str | None, who: str, what: str, why: str = "") -> int:
+        """Append an event about a run, about a job, or about neither; return its id."""
+        key, job = (of.key, of.job) if isinstance(of, Run) else (None, of)
         at = self._host.now()
-        return self._insert("event", at=at, run=run, job=job, who=who, what=what, why=why)
+        return self._insert("event", at=at, run=key, job=job, who=who, what=what, why=why)
 
     def _supersede(self, run: Run) -> int:
         """Raise a run's generation, so that no earlier owner can write; return it."""
@@ -4162,11 +4009,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _owning(self, run: Run, generation: int) -> Iterator[None]:
-        """Hold the write lock as the run's owner of this generation.
-
-        Raises:
-            LostOwnership: another generation took over; nothing was changed.
-        """
+        """Hold the write lock as the run's owner of this generation, or raise LostOwnership."""
         with self._writing():
             sql = "SELECT 1 FROM run WHERE key = ? AND generation = ?"
             if self._sql(sql, (run.key, generation)).fetchone() is None:
@@ -4184,6 +4027,13 @@ class Ledger:
         fits = " AND ".join(f"{name} IS :_{name}" for name in which)
         values = bound_values(columns) | {f"_{name}": value for name, value in which.items()}
         self._sql(f"UPDATE {table} SET {changes} WHERE {fits}", values)
+
+    def _set_run(self, run: Run, **columns: object) -> None:
+        self._set("run", {"key": run.key}, **columns)
+
+    def _set_attempt(self, run: Run, generation: int, **columns: object) -> None:
+        if columns:
+            self._set("attempt", {"run": run.key, "generation": generation}, **columns)
 
     # -- integrity ----------------------------------------------------------------------
 
@@ -4211,8 +4061,8 @@ class Ledger:
 
 
 def _reject_row(row: Sequence[Any]) -> RejectRow:
-    made = dict(zip(RejectRow._fields, row, strict=True))
-    return RejectRow(**{**made, "spot": (made["spot"], made["number"], made["place"])})
+    made = RejectRow(*row)  # its spot is the run's key so far
+    return made._replace(spot=(row[-1], made.number, made.place))
 
 
 @functools.cache
@@ -4238,6 +4088,9 @@ def size_of(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+# -- letters ---------------------------------------------------------------------------
 
 
 def unfinished_before_retry(run: Run) -> PersonNeeded:
@@ -4271,12 +4124,7 @@ def lost_ownership(run: Run, generation: int) -> LostOwnership:
 
 
 def require_unanswered(run: Run, name: str, asked: Mapping[str, Approval]) -> None:
-    """Refuse to answer what a run has not asked, or what is decided.
-
-    Raises:
-        NotFound: it has never asked this.
-        IllegalTransition: the run is finished, or the question is answered.
-    """
+    """Refuse to answer what was never asked (NotFound) or is decided (IllegalTransition)."""
     unchanged = "Nothing was changed."
     if name not in asked:
         names = ", ".join(map(repr, asked)) or "nothing"
@@ -4338,12 +4186,11 @@ def ledger_lost(path: Path, how: str) -> PersonNeeded:
     )
 
 
-def require_sqlite(version: str) -> None:
-    """Refuse an SQLite that can corrupt a ledger (the WAL-reset bug, or the withdrawn 3.52).
+# -- opening, making, migrating --------------------------------------------------------
 
-    Raises:
-        ConfigurationError: names the version found and the line to type.
-    """
+
+def require_sqlite(version: str) -> None:
+    """Refuse an SQLite that can corrupt a ledger (the WAL-reset bug, or the withdrawn 3.52)."""
     numbers = tuple(map(int, version.split(".")))
     if numbers < SQLITE_OLDEST or numbers[:2] == SQLITE_WITHDRAWN:
         raise ConfigurationError(
@@ -4367,13 +4214,9 @@ def open_ledger(
 ) -> Ledger:
     """Open the ledger, after checking that it is one, of a version that we know.
 
-    Args:
-        path: state/ledger.db; its folder must be there.
-        host: the machine.
-        create: whether to make it if there is none.
-        witnesses: whether checkpoints exist; then a missing or empty ledger is a loss, not a
-            beginning.
-        write: False to read also another owner's ledger, or one on a full disk, making no file.
+    With `create` it is made if there is none, but not if checkpoints exist, its `witnesses`: then a
+    missing or empty one is a loss. Not to `write` means to read also another owner's ledger, or one
+    on a full disk, making no file.
 
     Raises:
         PersonNeeded: it is missing, empty or not ours while checkpoints exist.
@@ -4557,7 +4400,7 @@ def _all_jobs_stopped(locks: Path) -> Iterator[None]:
     """Hold the lock of every job that ever ran."""
     with contextlib.ExitStack() as held:
         for path in sorted(locks.glob("*.lock")):
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = os.open(path, READ_PLAIN)
             held.callback(os.close, descriptor)
             if not _flock(descriptor):
                 raise Busy(
@@ -4623,11 +4466,7 @@ class JobLock:
         self._lock: Any = None
 
     def acquire(self) -> bool:
-        """Take the lock without waiting; tell whether it was free.
-
-        Raises:
-            StateDirectoryError: the folder or the file is not fit for a lock.
-        """
+        """Take the lock without waiting; tell whether it was free."""
         from filelock import Timeout, UnixFileLock  # 60 ms, supervisors only
 
         make_private_folder(self.path.parent)  # filelock would make any missing folder
@@ -4673,19 +4512,12 @@ class JobLock:
 
     def owners(self, host: Host) -> list[int]:
         """Return the processes that keep the lock file open."""
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            return host.holders(descriptor)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.open(self.path, READ_PLAIN)) as file:
+            return host.holders(file.fileno())
 
 
 def holds_lock(descriptor: int, path: Path) -> bool:
-    """Tell whether a lock's descriptor and its path still mean the same file.
-
-    Raises:
-        OSError: the disk does not answer, which says nothing about who holds the lock.
-    """
+    """Tell whether a lock's descriptor and path mean the same file; OSError tells nothing."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except (FileNotFoundError, NotADirectoryError):
@@ -4726,8 +4558,7 @@ class Maintenance:
 
     def _contents(self) -> dict[str, Any]:
         try:
-            ways = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC  # a pipe may be there
-            with os.fdopen(os.open(self.path, ways), "rb") as file:
+            with os.fdopen(os.open(self.path, READ_PLAIN), "rb") as file:
                 said = json.loads(file.read(65_536))
         except (OSError, ValueError, RecursionError):
             return {}
@@ -4743,11 +4574,7 @@ class Maintenance:
         return ""
 
     def require_open(self, job: JobConfig) -> Lockfile | None:
-        """Refuse a job that the lockfile closes; return one that does not close this job.
-
-        Raises:
-            MaintenanceOn: since when, by whom and why, as far as it says.
-        """
+        """Refuse a job that the lockfile closes (MaintenanceOn); return one that closes others."""
         found = self.find()
         mine = {f"job:{job.name}", *(f"tag:{tag}" for tag in job.tags)}
         if found is not None and (not found.scopes or mine & {*found.scopes}):
@@ -4755,11 +4582,7 @@ class Maintenance:
         return found
 
     def require_version(self, job: JobConfig, version: int) -> None:
-        """Refuse a job whose installed version the lockfile closes.
-
-        Raises:
-            MaintenanceOn: as `require_open`.
-        """
+        """Refuse a job whose installed version the lockfile closes (MaintenanceOn)."""
         found = self.find()
         for scope in found.scopes if found else []:
             name, below, limit = scope.removeprefix("version:").partition("<")
@@ -4798,15 +4621,15 @@ class Maintenance:
         """
         said: dict[str, object] = {"by": by, "reason": reason, "since": self._host.now()}
         said |= {"until": until, "scopes": scopes}
-        content = json.dumps({name: value for name, value in said.items() if value}, indent=1)
-        with self._letters("written"), open_folder(self.path.parent) as folder:
-            temporary = prepare_file(folder, self.path.name, f"{content}\n".encode())
-            try:
-                reach("barrier.prepared")
-                make = functools.partial(self._link, folder, temporary)
-                lockfile, made = ledger.raise_barrier(who, self.find, make)
-            finally:
-                discard_file(folder, temporary)
+        text = json.dumps({name: value for name, value in said.items() if value}, indent=1)
+        with (
+            self._letters("written"),
+            open_folder(self.path.parent) as folder,
+            prepared_file(folder, self.path.name, f"{text}\n".encode()) as temporary,
+        ):
+            reach("barrier.prepared")
+            make = functools.partial(self._link, folder, temporary)
+            lockfile, made = ledger.raise_barrier(who, self.find, make)
         if not made:
             raise self._on_already(lockfile)
         self._sweep()
@@ -4861,11 +4684,7 @@ class Maintenance:
         return letter
 
     def end(self, ledger: Ledger, who: str, why: str) -> Barrier | None:
-        """Open the door and close the row, which is returned; None if it was open.
-
-        Raises:
-            StateDirectoryError: the lockfile cannot be removed, or its row not closed.
-        """
+        """Open the door and close the row, which is returned; None if it was open."""
         with self._letters("removed"):
             return ledger.lower_barrier(who, why, self.find, self._remove)
 
@@ -5069,19 +4888,14 @@ class Factor(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came back from asking for one need.
-
-    Attributes:
-        peers: the other ends that connections to it may have.
-        connections: how many of them the worker has; None if they cannot be counted.
-    """
+    """What came back from asking for one need."""
 
     name: str
     state: Wellness
     why: str
     elapsed_s: float = 0.0
-    peers: Sequence[Peer] = ()
-    connections: int | None = None
+    peers: Sequence[Peer] = ()  # the other ends that connections to it may have
+    connections: int | None = None  # how many of them the worker has, if they can be counted
 
 
 class Verdict(NamedTuple):
@@ -5202,31 +5016,22 @@ def verdict_of(factors: Iterable[Factor]) -> Verdict:
 
 
 class Judgement(NamedTuple):
-    """What follows from a check.
-
-    Attributes:
-        told: a line for people; empty if nothing changed.
-        next_s: when to check again, on the clock that was given.
-    """
+    """What follows from a check."""
 
     verdict: Verdict
-    told: str
-    next_s: float
+    told: str  # a line for people; empty if nothing changed
+    next_s: float  # when to check again, on the clock that was given
 
 
 class HealthMonitor:
-    """Makes of one check after another a verdict that does not flap.
-
-    Attributes:
-        verdict: the newest one.
-    """
+    """Makes of one check after another a verdict that does not flap."""
 
     def __init__(self, health: HealthConfig, random: Callable[[], float]) -> None:
         self._health, self._random = health, random  # random: from 0 to below 1
         self._bad: dict[str, Factor] = {}  # the factors that have become bad, as last seen so
         self._in_a_row = dict.fromkeys(FACTORS, 0)  # checks that speak against what a factor is
         self._since_well = 0
-        self.verdict = WELL
+        self.verdict = WELL  # the newest
 
     def judge(self, factors: Sequence[Factor], now_s: float) -> Judgement:
         """Take one check's factors up; the clock is any that nobody sets."""
@@ -5292,12 +5097,14 @@ class Growth(NamedTuple):
 
 def growth(gauge: str, values: Sequence[int]) -> Growth | None:
     """Return how a gauge leaks, if it does: `values` are an attempt's safe points, oldest first."""
+    from statistics import median  # only where leaks are looked for
+
     values = values[LEAK_WARM_UP:]
     for count in reversed(LEAK_POINTS):
         before, points = values[:-count], values[-count:]
         if len(points) == count and _rises(points) and points[-1] > max(before, default=-1):
             pairs = ((i, j) for j in range(count) for i in range(j))
-            slope = _median([(points[j] - points[i]) / (j - i) for i, j in pairs])
+            slope = median([(points[j] - points[i]) / (j - i) for i, j in pairs])
             if slope * count >= LEAK_LEAST.get(gauge, 4):
                 return Growth(gauge, slope, count)
     return None
@@ -5305,19 +5112,16 @@ def growth(gauge: str, values: Sequence[int]) -> Growth | None:
 
 def _rises(points: Sequence[int]) -> bool:
     """Tell whether points rise: nearly all pairs in order, and as fast at the end as before."""
+    from statistics import median
+
     count = len(points)
     pairs = [(points[i], points[j]) for j in range(count) for i in range(j)]
     up, down = sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)
     if up - down < LEAK_ORDER * (up + down) or 3 * up < 2 * len(pairs):
         return False
     third = count // 3
-    first, middle, last = (_median(points[n * third : (n + 1) * third]) for n in range(3))
+    first, middle, last = (median(points[n * third : (n + 1) * third]) for n in range(3))
     return last - middle >= (middle - first) / 2
-
-
-def _median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
 # -- probes: the process that asks ---------------------------------------------------------------
@@ -5348,7 +5152,7 @@ def probe_main() -> None:
 
     host, answers = Host(), queue.SimpleQueue[Answer]()
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
-    host.ask_for_signal_at_parents_death(signal.SIGTERM)
+    host.ask_for_signal_at_parents_death()
     try:
         with os.fdopen(int(sys.argv[1])) as file:
             questions = [Question(*row) for row in json.load(file)]
@@ -5555,15 +5359,12 @@ class Inquiry:
 
     Call `poll` until it is true, or `end` at any time; a supervisor before it reaps the children
     of others. One object is one round.
-
-    Attributes:
-        answers: what has come back so far, by the name of the need.
     """
 
     def __init__(self, needs: Iterable[Need], folder: Path, host: Host) -> None:
         self._host, self._rest = host, b""
         self._process: subprocess.Popen[bytes] | None = None
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, Answer] = {}  # what has come back so far, by the need's name
         self._waiting: dict[str, Question] = {}
         for need in needs:
             try:
@@ -5793,41 +5594,38 @@ class Examined(NamedTuple):
 
 def examine(state: StateDirectory, config: Config, job: str | None, host: Host) -> list[Examined]:
     """Run every probe and gauge once: what a job needs, or what any does. Changes nothing."""
-    health, rows = config.health, list[Examined]()
-    needs = health.needs_of(job)
-    began = host.monotonic()
-    memory = memory_factor(host.memory(), None, health)
+    health, needs, rows = config.health, config.health.needs_of(job), list[Examined]()
+    clock = host.monotonic
+
+    def add(name: str, what: str, means: str, began: float, factor: Factor) -> None:
+        elapsed_s = round(clock() - began, 6)  # the arguments are made in their order
+        rows.append(Examined(name, what, factor.state, factor.why, means, elapsed_s))
+
     least = f"below {size_text(health.min_available_bytes)} (min_available)"
     means = f"{least} memory is bad, below a quarter of it critical"
-    rows.append(_examined("memory", "memory", memory, means, host.monotonic() - began))
-    began, pressure = host.monotonic(), host.memory_pressure()
-    found = "not told by this kernel" if pressure is None else f"{pressure:g} % in the last 10 s"
-    factor = Factor("pressure", Wellness.OK, found)
+    add("memory", "memory", means, clock(), memory_factor(host.memory(), None, health))
     means = "how much somebody waits for memory; it is recorded and not judged"
-    rows.append(_examined("pressure", "memory pressure", factor, means, host.monotonic() - began))
-    began, fit = host.monotonic(), _fitness(state)
+    add("pressure", "memory pressure", means, clock(), _pressure(host.memory_pressure()))
     means = "without it no run starts, and one that runs is paused at once"
-    rows.append(_examined("state", f"state {state.path}", fit, means, host.monotonic() - began))
-    answers = Inquiry(needs, config.folder, host).wait()
-    usage, ends = None, {need.name: answers[need.name].peers for need in needs if need.normal}
+    add("state", f"state {state.path}", means, clock(), _fitness(state))
+    answers, usage = Inquiry(needs, config.folder, host).wait(), None
+    ends = {need.name: answers[need.name].peers for need in needs if need.normal}
     if job and (worker := _living_worker(state, job, host)):
-        began, usage = host.monotonic(), host.usage(worker, ends)
+        began, usage = clock(), host.usage(worker, ends)
         factor = Factor("worker", Wellness.OK, usage_text(usage) if usage else "is gone")
         means = "growth from safe point to safe point is a leak"
-        rows.append(
-            _examined("worker", f"worker {worker}", factor, means, host.monotonic() - began)
-        )
+        add("worker", f"worker {worker}", means, began, factor)
     answers = with_connections(answers, usage)
     for need in needs:
-        counted = _counted(need, answers[need.name])
-        factor = Factor(need.factor, counted.state, counted.why, need.critical)
-        means = _consequence(need, counted.state, health)
-        rows.append(_examined(need.name, asked(need), factor, means, counted.elapsed_s))
+        _, found, why, elapsed_s, *_ = _counted(need, answers[need.name])
+        means, took_s = _consequence(need, found, health), round(elapsed_s, 6)
+        rows.append(Examined(need.name, asked(need), found, why, means, took_s))
     return rows
 
 
-def _examined(name: str, what: str, factor: Factor, means: str, elapsed_s: float) -> Examined:
-    return Examined(name, what, factor.state, factor.why, means, round(elapsed_s, 6))
+def _pressure(per_cent: float | None) -> Factor:
+    found = "not told by this kernel" if per_cent is None else f"{per_cent:g} % in the last 10 s"
+    return Factor("pressure", Wellness.OK, found)
 
 
 def _consequence(need: Need, state: Wellness, health: HealthConfig) -> str:
@@ -5924,15 +5722,7 @@ MARK_TABLE = """CREATE TABLE IF NOT EXISTS batchrun_mark (
 
 
 class Job:
-    """A job's function and what it declares; what the `job` decorator returns.
-
-    Attributes:
-        function: the generator function itself.
-        settings: the frozen dataclass of its settings, or None if it has none.
-        version: of the job's checkpoints.
-        resumes: older version -> function that turns its cursor into one of this version.
-        retry_if: tells from an exception of the job whether trying again may help; None: always.
-    """
+    """A job's function and what it declares; what the `job` decorator returns; see there."""
 
     def __init__(
         self,
@@ -5940,11 +5730,10 @@ class Job:
         settings: type | None,
         version: int,
         resumes: dict[int, Callable[[Any], Any]],
-        retry_if: Callable[[BaseException], object] | None = None,
+        retry_if: Callable[[BaseException], object] | None,
     ) -> None:
-        self.function, self.settings = function, settings
-        self.version, self.resumes = version, resumes
-        self.retry_if = retry_if
+        self.function, self.settings, self.version = function, settings, version
+        self.resumes, self.retry_if = resumes, retry_if
 
     @property
     def title(self) -> str:
@@ -5988,11 +5777,7 @@ class Job:
     def settings_from(
         self, job_config: JobConfig, overrides: Mapping[str, str], folder: Path
     ) -> Any:
-        """Return the settings that the configuration and `--set` give, as the job declares them.
-
-        Raises:
-            ConfigurationError: says everything that is wrong with them.
-        """
+        """Return the settings of configuration and `--set`, or say all that is wrong with them."""
         name, raw = job_config.name, job_config.settings
         if self.settings is not None:
             return build_settings(self.settings, raw, job=name, overrides=overrides, folder=folder)
@@ -6056,11 +5841,7 @@ def job(
 
 
 def load_job(job_config: JobConfig) -> Job:
-    """Import a configured job's module and return the job.
-
-    Raises:
-        ConfigurationError: the file, the import or the name is wrong; says which and where.
-    """
+    """Import a configured job's file and return the job; ConfigurationError says what is wrong."""
     path, name = job_config.path, job_config.module
     check_trusted(path.parent, what="the jobs folder")
     check_trusted(path, what="the job's file")
@@ -6107,7 +5888,7 @@ def _imported(name: str, path: Path) -> Any:
     return module
 
 
-# -- its contract --------------------------------------------------------------------
+# -- what a job must not do --------------------------------------------------------------------
 
 LOOP_NAME_MAX = 200
 CONTRACT = {  # what a job must not do: what it did, why that is refused, what to do instead
@@ -6195,6 +5976,9 @@ def broken(clause: str, **facts: object) -> JobError:
     return JobError(what, why=why, unchanged="Nothing more was committed.", todo=todo)
 
 
+# -- what guards it, and what it holds -----------------------------------------------
+
+
 class JobFrame:
     """Whether the job's own code runs at this moment; only then it may be interrupted, once."""
 
@@ -6238,16 +6022,11 @@ class Overdue(BaseException):
 
 
 class Release(NamedTuple):
-    """One thing to be released.
-
-    Attributes:
-        call: releases it; is given why the attempt did not succeed, or None.
-        around: entered around the call, outside its time limit.
-    """
+    """One thing to be released."""
 
     name: str
-    call: Callable[[BaseException | None], object]
-    around: contextlib.AbstractContextManager[object]
+    call: Callable[[BaseException | None], object]  # given why the attempt did not succeed, or None
+    around: contextlib.AbstractContextManager[object]  # entered around it, outside its time limit
 
 
 class CleanupStack:
@@ -6312,11 +6091,7 @@ class CleanupStack:
 
 
 def require_recordable(function: Any, arguments: dict[str, Any]) -> str:
-    """Return the name under which another process finds a cleanup's function, `module:name`.
-
-    Raises:
-        JobError: it could not be found or called again there; says why.
-    """
+    """Return the name by which another process finds a cleanup's function, `module:name`."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     text = f"{module}:{name}" if module and name else f"A {type(function).__name__}"
     reason = next((why for is_so, why in unfit_for_cleanup(function, module, name) if is_so), "")
@@ -6535,29 +6310,34 @@ class PsycopgTarget(Target):
         return bool(_tuple(row)[0])
 
 
-DRIVERS = {  # module of a connection -> its target, and the driver's placeholder
-    "apsw": (SqliteTarget, "?"),
-    "sqlite3": (SqliteTarget, "?"),
-    "psycopg": (PsycopgTarget, "%s"),
-}
 KEYS = ("first_key", "last_key", "cursor")
+DRIVERS: dict[str, type[Target]] = {  # module of a connection -> its target
+    "apsw": SqliteTarget,
+    "sqlite3": SqliteTarget,
+    "psycopg": PsycopgTarget,
+}
 PLACEHOLDERS = {"qmark": "?", "format": "%s", "pyformat": "%s"}
 
 
-def open_target(connection: Any) -> Target:
-    """Return the target for a connection.
+def drivers_of(connection: Any) -> list[str]:
+    """Return the modules that the classes of a connection are from."""
+    return [kind.__module__.partition(".")[0] for kind in type(connection).__mro__]
 
-    Raises:
-        JobError: it is no connection that batchrun can keep a mark in.
-    """
-    for kind in type(connection).__mro__:
-        driver = kind.__module__.partition(".")[0]
+
+def placeholder_of(connection: Any) -> str:
+    """Return what stands for a value in a connection's SQL; empty if its driver does not tell."""
+    styles = [getattr(sys.modules.get(of), "paramstyle", "") for of in drivers_of(connection)]
+    return next((PLACEHOLDERS[style] for style in styles if style in PLACEHOLDERS), "")
+
+
+def open_target(connection: Any) -> Target:
+    """Return the target for a connection; JobError if no mark can be kept in it."""
+    placeholder, drivers = placeholder_of(connection), drivers_of(connection)
+    for kind, driver in zip(type(connection).__mro__, drivers, strict=True):
         if driver in DRIVERS and kind.__name__ == "Connection":
-            known, placeholder = DRIVERS[driver]
-            return known(connection, placeholder)
-        style = getattr(sys.modules.get(driver), "paramstyle", None)
-        if driver not in DRIVERS and style in PLACEHOLDERS and hasattr(connection, "commit"):
-            return Target(connection, PLACEHOLDERS[style])
+            return DRIVERS[driver](connection, placeholder or "?")
+    if placeholder and not DRIVERS.keys() & drivers and hasattr(connection, "commit"):
+        return Target(connection, placeholder)
     raise broken("unfit target", kind=type(connection).__name__)
 
 
@@ -6569,11 +6349,7 @@ class Mark:
         self._host, self.spent_s = host, 0.0
 
     def claim(self) -> tuple[Any, ...]:
-        """Take the mark for our generation, in a transaction of its own, and return its row.
-
-        Raises:
-            LostOwnership: a newer generation holds it.
-        """
+        """Take the mark for our generation, in a transaction of its own, and return its row."""
         target, generation = self.target, self._course.generation
         self._require_clean()
         self._make_table()
@@ -7373,8 +7149,7 @@ def open_database(url: str) -> Any:
         JobError: the database does not let us in; secrets are masked.
     """
     _remember_parts("", url)
-    scheme, _, rest = url.partition(":")
-    path = rest.removeprefix("///")
+    scheme, path = url.partition(":")[0], url_path(url)
     if scheme == "sqlite" and path and not path.startswith("//"):
         return _open_sqlite(Path(path))
     if scheme in ("postgres", "postgresql"):
@@ -7577,7 +7352,7 @@ class Query:
         self._columns = ['s."{}"'.format(name.replace('"', '""')) for name in self._names]
         self._key_columns = ", ".join(self._columns)
         self.key = _getter(self._names)
-        self._connection, self._placeholder = connection, _placeholder_of(connection)
+        self._connection, self._placeholder = connection, placeholder_of(connection) or "?"
         self._select, self._parameters = select.strip().rstrip(";"), tuple(parameters)
         self._lag_s, self._zone = lag, zone
         self._until: object = None  # what lag= leaves
@@ -7730,13 +7505,6 @@ def _kinds(key: tuple[Any, ...]) -> str:
     names = ["number" if isinstance(part, Number) else type(part).__name__ for part in key]
     zoned = [" with zone" if getattr(part, "tzinfo", None) else "" for part in key]
     return ", ".join(map(str.__add__, names, zoned))
-
-
-def _placeholder_of(connection: Any) -> str:
-    """Return what stands for a value in the connection's SQL: apsw and sqlite3 have `?`."""
-    names = [cls.__module__.partition(".")[0] for cls in type(connection).__mro__]
-    styles = {getattr(sys.modules.get(name), "paramstyle", "") for name in names}
-    return "%s" if styles & {"format", "pyformat"} else "?"
 
 
 class _RecordFile:
@@ -8438,11 +8206,7 @@ def verdict(found: Found) -> tuple[Action, str]:
 
 
 def look(ledger: Ledger, store: CheckpointStore, run: Run) -> Found:
-    """Read what there is of a run, changing nothing.
-
-    Raises:
-        NewerFormat: a newer batchrun wrote the checkpoint.
-    """
+    """Read what there is of a run, changing nothing; NewerFormat if a newer batchrun wrote it."""
     checkpoint, digest, broken = None, "", ""
     try:
         content = store.read(run.id)
@@ -8507,11 +8271,7 @@ def cannot_agree(found: Found, why: str, path: Path) -> PersonNeeded:
 
 
 def require_witnesses_known(ledger: Ledger, store: CheckpointStore) -> None:
-    """Refuse a ledger that does not know a run of which there is a checkpoint.
-
-    Raises:
-        PersonNeeded: names the checkpoint.
-    """
+    """Refuse a ledger that does not know a run of which there is a checkpoint (PersonNeeded)."""
     for name in store.runs():
         run = ledger.run_with_id(name)
         if run is None:
@@ -8654,11 +8414,7 @@ def set_aside(paths: list[Path], folder: Path) -> list[Path]:
 
 
 def require_same_settings(run: Run, checkpoint: Checkpoint, settings: object, folder: Path) -> None:
-    """Refuse to go on with other settings than the commits so far were made with.
-
-    Raises:
-        PersonNeeded: names the settings that differ.
-    """
+    """Refuse other settings than the commits so far were made with (PersonNeeded)."""
     if checkpoint.settings == settings_digest(identity(settings, folder)):
         return
     changed = changed_settings(run.settings, settings, folder)
@@ -8694,11 +8450,7 @@ def rehearsal(
 
 
 def standing_checkpoint(ledger: Ledger, store: CheckpointStore, run: Run) -> Checkpoint | None:
-    """Return the checkpoint that a start would go on at, also while the run is going on.
-
-    Raises:
-        PersonNeeded: ledger and checkpoint contradict each other.
-    """
+    """Return the checkpoint that a start would go on at, also while the run is going on."""
     found = look(ledger, store, run)
     while (now := ledger.run(run.key)).number != run.number:  # it went on between the two looks
         run = now
@@ -8712,11 +8464,7 @@ def standing_checkpoint(ledger: Ledger, store: CheckpointStore, run: Run) -> Che
 def require_loads(
     config: Config, run: Run, checkpoint: Checkpoint | None, version: int | None
 ) -> None:
-    """Refuse a run that the installed job, or its version that is asked about, does not understand.
-
-    Raises:
-        BatchrunError: what is in the way, and the ways out.
-    """
+    """Refuse a run that the installed job, or the version asked about, does not understand."""
     job_config = config.job(run.job)
     if version is not None and (checkpoint is None or checkpoint.job_version == version):
         return
@@ -8762,10 +8510,7 @@ def find_repair(state: StateDirectory) -> Repair:
 
 
 def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path]:
-    """Copy ledger and checkpoints aside, then let the ledger stand where the checkpoints do.
-
-    Returns:
-        The copies.
+    """Copy ledger and checkpoints aside, let the ledger stand where they do; return the copies.
 
     Raises:
         Busy: one of the jobs runs, or has run since the look; nothing was changed.
@@ -8800,8 +8545,7 @@ def adopt_newest(state: StateDirectory, checkpoints: list[Checkpoint], host: Hos
     with contextlib.closing(open_ledger(state.ledger_path, host, create=False)) as ledger:
         for checkpoint in checkpoints:
             if newest[checkpoint.job] is checkpoint:
-                content, digest = checkpoint_bytes(checkpoint)
-                ledger.adopt(checkpoint, content, digest, host.user_name(os.getuid()))
+                ledger.adopt(checkpoint, host.user_name(os.getuid()))
             else:  # of a run before it, whose ending nobody knows any more
                 state.store(checkpoint.job).remove(checkpoint.run)
 
@@ -8857,11 +8601,7 @@ def answer_to(start: str, ledger: Ledger, run: Run) -> Reply:
 
 
 def require_may_go_on(start: str, ledger: Ledger, run: Run) -> None:
-    """Refuse a start where the table does.
-
-    Raises:
-        PersonNeeded: how the run stands, and what to type.
-    """
+    """Refuse a start where the table does (PersonNeeded): how the run stands, what to type."""
     if answer_to(start, ledger, run) != Reply.REFUSE:
         return
     why, todo = what_next(ledger, run)
@@ -8942,12 +8682,7 @@ def owned_standing(run: Run, attempt: Attempt | None, host: Host) -> Standing | 
 
 
 def only_unfinished(ledger: Ledger) -> Run:
-    """Return the one unfinished run.
-
-    Raises:
-        NotFound: there is none.
-        ConfigurationError: there are several; they are listed.
-    """
+    """Return the one unfinished run; NotFound if there is none, a list if there are several."""
     found = ledger.all_unfinished()
     if not found:
         raise NotFound("There is no unfinished run.", todo="To begin one: batchrun run JOB")
@@ -9655,7 +9390,7 @@ def worker_main() -> NoReturn:
     try:
         host = Host()
         host.volunteer_for_oom_kill()
-        host.ask_for_signal_at_parents_death(signal.SIGTERM)
+        host.ask_for_signal_at_parents_death()
         config = load_config(Path(order.config))
         ledger = open_ledger(StateDirectory(config, host).ledger_path, host, create=False)
         worker = Worker(order, config, ledger, host)
@@ -9859,7 +9594,7 @@ class Supervisor:
             self._code = code_digest()
             outcome = self._run_until_done()
             with contextlib.suppress(BatchrunError):  # what is recorded is durable already
-                self._ledger.shorten_log()
+                self._ledger.empty_log()
             return outcome._replace(signalled=self._stops.count > 0)
         except MaintenanceOn as refusal:
             return self._turned_away(refusal)._replace(signalled=self._stops.count > 0)
@@ -10041,7 +9776,7 @@ class Supervisor:
             if unclean:
                 self._ledger.make_durable()
             else:
-                self._ledger.shorten_log()  # frames whose sync failed are not to be built upon
+                self._ledger.empty_log()  # frames whose sync failed are not to be built upon
             self._store.open()
             self._store.sweep()
             retire_witnesses(self._ledger, self._store)
@@ -10250,7 +9985,7 @@ class Supervisor:
         ended = False
         while not ended:
             ended = worker.has_ended()
-            for event in self._ledger.said_since(run, shown):
+            for event in self._ledger.events(run, what=SAID, after=shown):
                 self._watcher.say(event.why)
                 shown = event.id
             if not ended:
@@ -11176,19 +10911,14 @@ def command(group: str, *parameters: Any, exits: Iterable[ExitCode] = ()) -> Cal
 
 
 class Console:
-    """Where a command's words go; a Watcher of supervisors.
-
-    Attributes:
-        as_json: results are JSON, and what happens is JSON lines.
-        quiet: only results and letters.
-        verbose: plain lines about what happens, also on a terminal.
-        tells: say in words what happens, whoever reads it; without progress.
-        config: the path given by --config or BATCHRUN_CONFIG, else nothing.
-    """
+    """Where a command's words go; a Watcher of supervisors."""
 
     def __init__(self, host: Host) -> None:
-        self.as_json = self.quiet = self.verbose = self.tells = False
-        self.config = ""
+        self.as_json = False  # results are JSON, and what happens is JSON lines
+        self.quiet = False  # only results and letters
+        self.verbose = False  # plain lines about what happens, also on a terminal
+        self.tells = False  # say in words what happens, whoever reads it; without progress
+        self.config = ""  # the path given by --config or BATCHRUN_CONFIG
         self._host = host
         self._drawn = False  # whether a live line is there now
         self._began: tuple[float, int] | None = None  # when progress was first shown, and records
@@ -11289,6 +11019,10 @@ class App:
         """The configuration; read on first use."""
         return load_config(Path(self.console.config or "batchrun.toml").absolute())
 
+    def require_trusted(self) -> None:
+        """Refuse a configuration that another user could change: it says what is run."""
+        check_trusted(self.config.path, what="the configuration")
+
     @functools.cached_property
     def state(self) -> StateDirectory:
         """The state directory that the configuration names."""
@@ -11297,16 +11031,12 @@ class App:
     def ledger(self, *, write: bool, create: bool = False) -> contextlib.closing[Ledger]:
         """Open the ledger that is there; make one only if that is said."""
         if write:
-            check_trusted(self.config.path, what="the configuration")
+            self.require_trusted()
         self.state.require_fit(create=create, write=write)
         return contextlib.closing(self.state.open_ledger(create=create, write=write))
 
     def find_run(self, ledger: Ledger, name: str) -> Run:
-        """Return the run that is meant: a job's unfinished or latest one, or an id's beginning.
-
-        Raises:
-            NotFound: none, or more than one.
-        """
+        """Return the run that is meant: a job's unfinished or latest one, or an id's beginning."""
         if name in self.config.jobs:
             run = ledger.latest(name)
             if run is None:
@@ -11321,7 +11051,7 @@ class App:
 
     def supervise(self, launch: Launch) -> Outcome:
         """Run a job to its end, and write how it ended."""
-        check_trusted(self.config.path, what="the configuration")
+        self.require_trusted()
         warning = self.state.warning()
         if warning and (self.console.live or self.console.plain):
             self.console.say(warning)
@@ -11572,12 +11302,7 @@ def maintenance_status_command(app: App) -> ExitCode:
 def scopes_of(
     config: Config, *, jobs: Sequence[str], tags: Sequence[str], versions: Sequence[str]
 ) -> list[str]:
-    """Return what is to be closed as scopes; none is everything.
-
-    Raises:
-        NotFound: there is no such job.
-        ConfigurationError: no job has the tag, or a version is not written NAME<N.
-    """
+    """Return what is to be closed as scopes; none is everything."""
     known = {tag for job in config.jobs.values() for tag in job.tags}
     for tag in tags:
         if tag not in known:
@@ -11597,11 +11322,7 @@ def scopes_of(
 
 
 def parse_until(text: str, now: str) -> str:
-    """Return when a maintenance is to end as UTC text: "+30m", or a moment, local without a zone.
-
-    Raises:
-        ConfigurationError: it is neither, or has passed.
-    """
+    """Return when a maintenance ends as UTC text: "+30m", or a moment, local without a zone."""
     begun = datetime.fromisoformat(now)
     try:
         if text.startswith("+"):
@@ -11625,14 +11346,14 @@ def parse_until(text: str, now: str) -> str:
 )
 def rehearse_command(app: App, *, as_version: tuple[str, ...]) -> ExitCode:
     """Ask if every unfinished run could go on with the jobs as installed."""
-    check_trusted(app.config.path, what="the configuration")
+    app.require_trusted()
     versions = parse_versions(app.config, as_version)
     with app.ledger(write=False) as ledger:
         count = len(ledger.all_unfinished())
         findings = rehearsal(app.config, app.state, ledger, versions)
     said = [line for found in findings for line in (found.what, found.why, found.todo) if line]
     text = "\n".join(said) or f"all of {count} unfinished runs could go on"
-    document = {"runs": count, "findings": [finding._asdict() for finding in findings]}
+    document = {"runs": count, "findings": as_documents(findings)}
     app.console.result(text, document)
     return ExitCode.FINDINGS if findings else ExitCode.DONE
 
@@ -11782,7 +11503,7 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
     documents = [{"run": c.run, "job": c.job, "number": c.number, "why": why} for why, c in adopt]
     aside: list[Path] = []
     if apply and lines:
-        check_trusted(app.config.path, what="the configuration")
+        app.require_trusted()
         aside = apply_repair(app.state, repair, app.host)
         lines.append(f"done; copied aside before: {', '.join(map(str, aside))}")
     todo = "to do it: " + " ".join(["batchrun repair", *([run] if run else []), "--apply"])
@@ -11942,7 +11663,7 @@ def inventory_sync(ctx: Context[Settings]):
 @command("Set up")
 def jobs_command(app: App) -> ExitCode:
     """Load the configured jobs and list them."""
-    check_trusted(app.config.path, what="the configuration")
+    app.require_trusted()
     rows = [["job", "version", "settings", "what it does"]]
     documents: list[dict[str, object]] = []
     wrong: list[BatchrunError] = []
@@ -11969,7 +11690,7 @@ def jobs_command(app: App) -> ExitCode:
 @command("Set up", word("job", required=False), exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND])
 def doctor_command(app: App, *, job: str | None) -> ExitCode:
     """Ask once for all that health checks ask for, and explain each answer."""
-    check_trusted(app.config.path, what="the configuration")
+    app.require_trusted()
     if job is not None:
         app.config.job(job)
     rows = examine(app.state, app.config, job, app.host)

@@ -688,7 +688,7 @@ def test_a_reader_held_open_stops_no_run_but_is_told_to_one_that_must_sync(
     reader = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)
     reader.execute("BEGIN; SELECT * FROM run")
     run = commit(ledger, opened(ledger))
-    assert not ledger.shorten_log()
+    assert not ledger.empty_log()
     other = open_ledger(path, QuickHost(), create=False)
     with pytest.raises(StateDirectoryError) as refusal:
         other.make_durable()
@@ -705,7 +705,7 @@ def test_a_reader_held_open_stops_no_run_but_is_told_to_one_that_must_sync(
     reader.close()
     other.make_durable()
     assert ledger.log_bytes() == 0
-    assert ledger.shorten_log()
+    assert ledger.empty_log()
     other.close()
 
 

@@ -791,7 +791,7 @@ def test_the_watch_records_readings_and_checks_and_says_what_changes(project: Pr
             socket.create_server(("127.0.0.1", ports[1])),
         ):
             assert [check(), check()] == [True, False]
-        said = [event.why for event in ledger.said_since(run, 0)]
+        said = [event.why for event in ledger.events(run, what="said")]
         checks = ledger.health_checks(run)
     assert reading.rss_bytes
     assert reading.open_files
