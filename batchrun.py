@@ -3402,7 +3402,7 @@ class Ledger:
             run = self._settled(run, start, said, kept=kept)
         if run is None or run.finished:
             return None, False
-        if start.retry:
+        if start.retry and not kept:
             raise unfinished_before_retry(run)
         return run, kept
 
