@@ -2830,11 +2830,12 @@ MOVE_ON = """UPDATE run SET number = :number, hash = :hash, checkpoint = :conten
   read_s = read_s + :read_s, work_s = work_s + :work_s, own_s = own_s + :own_s,
   tried = :following, tries = 0, size = :size
   WHERE key = :key AND generation = :generation AND number = :number - 1 RETURNING request"""
-# The edge that honours a request clears it; a new attempt outdates a pause, never a cancel. It also
-# takes up a deferred start.
+# The edge that honours a request clears it; a start outdates a pause, never a cancel. It also takes
+# up a deferred start. From running to reserved it is the same supervisor: nobody started anything.
 MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error = :error,
   ended_at = iif(:ends, :now, NULL), request = iif(
-    :ends OR (request = 'pause' AND :to IN ('paused', 'reserved')), NULL, request),
+    :ends OR (request = 'pause' AND (:to = 'paused' OR (:to = 'reserved' AND state <> 'running'))),
+    NULL, request),
   deferred = iif(:ends OR :to = 'reserved', NULL, deferred)
   WHERE key = :key AND state = :state RETURNING 1"""
 CLEANUPS = """SELECT c.id, r.id, r.job, c.function, c.arguments, c.made_at, c.done_at, c.error,
