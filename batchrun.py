@@ -477,6 +477,11 @@ class Approval(NamedTuple):
         return f"It asks for the approval {self.name!r}: {self.summary}"
 
 
+def reason_of(request: str) -> Reason:
+    """Return why a run rests that has honoured a request."""
+    return Reason.DRAIN if request == Request.DRAIN else Reason.PERSON
+
+
 def is_paused_by_person(run: Run) -> bool:
     """Tell whether a person paused a run, or asked for it and its owner went away before."""
     decided = run.state == RunState.PAUSED and run.reason == Reason.PERSON
@@ -526,6 +531,19 @@ class Barrier(NamedTuple):
     closed: int | None  # the event after which starts are admitted again
     closed_at: str | None
     closed_why: str | None
+
+
+class Drain(NamedTuple):
+    """One row of the table `drain`: what brings the runs that a barrier found to a stop."""
+
+    id: int
+    barrier: int
+    at: str
+    who: str
+    deadline_s: float
+    ended_at: str | None
+    exit_code: int | None  # None as long as it goes on, or if it was killed
+    report: dict[str, Any] | None  # how it ended: an Account's until, runs, counted
 
 
 class Reject(NamedTuple):
@@ -2670,6 +2688,11 @@ class CheckpointStore:
 # the unfinished run that it would have gone on with. The edge to `reserved` takes the note away in
 # the admission's own transaction: it is begun once, by whoever comes first.
 #
+# A *drain* belongs to one barrier, however often it is begun. It asks the runs that are owned to
+# stop (`request` = drain), which any edge to a state without an owner honours. Which runs there are
+# to account for is known from event ids alone: those unfinished before the event that opened the
+# barrier, and those stored behind it. What became of each is known from its row and processes.
+#
 # A COMMIT that raised may have happened. It is never repeated in the same process: the process
 # ends, and the next start finds out. The connection is not usable in a forked child.
 
@@ -2830,11 +2853,12 @@ MOVE_ON = """UPDATE run SET number = :number, hash = :hash, checkpoint = :conten
   read_s = read_s + :read_s, work_s = work_s + :work_s, own_s = own_s + :own_s,
   tried = :following, tries = 0, size = :size
   WHERE key = :key AND generation = :generation AND number = :number - 1 RETURNING request"""
-# The edge that honours a request clears it; a new attempt outdates a pause, never a cancel. It also
-# takes up a deferred start.
+# The edge that honours a request clears it; a start outdates a pause, never a cancel. It also takes
+# up a deferred start. From running to reserved it is the same supervisor: nobody started anything.
 MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error = :error,
   ended_at = iif(:ends, :now, NULL), request = iif(
-    :ends OR (request = 'pause' AND :to IN ('paused', 'reserved')), NULL, request),
+    :ends OR (request = 'pause' AND (:to = 'paused' OR (:to = 'reserved' AND state <> 'running')))
+    OR (request = 'drain' AND :to NOT IN ('reserved', 'running')), NULL, request),
   deferred = iif(:ends OR :to = 'reserved', NULL, deferred)
   WHERE key = :key AND state = :state RETURNING 1"""
 CLEANUPS = """SELECT c.id, r.id, r.job, c.function, c.arguments, c.made_at, c.done_at, c.error,
@@ -2847,6 +2871,13 @@ REJECTS = """SELECT * FROM (
     j.tries, j.state, n.id AS retry, j.why, j.run AS key
   FROM reject j JOIN run r ON r.key = j.run LEFT JOIN run n ON n.key = j.retry
   WHERE j.confirmed AND j.run IN (SELECT key FROM run WHERE id = ?1 OR retry_of = ?1))"""
+# The runs not finished before event ?1 and begun by event ?2, and whether ?1 accounts for each.
+FOUND = """SELECT key, first < ?1 OR stored IS NOT NULL FROM (SELECT key,
+    (SELECT min(id) FROM event WHERE run = key) AS first,
+    (SELECT min(id) FROM event WHERE run = key AND what = 'waiting') AS stored,
+    (SELECT min(id) FROM event WHERE run = key
+      AND (what LIKE 'succeeded%' OR what LIKE 'cancelled%')) AS final FROM run)
+  WHERE first <= ?2 AND (final IS NULL OR final > ?1) ORDER BY key"""
 # Another key is another batch, of which no try was charged yet.
 # A record that was found bad is tried once more: it may have been mended.
 TRY_ANEW = "UPDATE run SET tries = 0, size = max(size, 1) WHERE key = :key"
@@ -2957,7 +2988,7 @@ def after_ending(run: Run, attempt: Attempt) -> After:
 
 TABLES: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch"}
 TABLES |= {Barrier: "barrier", Reading: "reading", HealthCheck: "health_check"}
-TABLES |= {Approval: "approval"}
+TABLES |= {Approval: "approval", Drain: "drain"}
 GAUGES = ("rss_bytes", "open_files", "connections", "threads", "children")  # of a worker
 READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> value of a column
     "RunState": RunState,
@@ -3279,7 +3310,97 @@ class Ledger:
         )
         return self._rows(sql, barrier.opened, barrier.closed)
 
+    def found_by(self, barrier: Barrier, until: int) -> list[tuple[Run, bool]]:
+        """Return what a barrier found, and what came until an event; and if it is accounted for.
+
+        Accounted for are the runs that were unfinished then, and the starts stored since. Any other
+        was admitted behind the barrier.
+        """
+        rows = self._rows(FOUND, barrier.opened, until)
+        return [(self.run(key), bool(counts)) for key, counts in rows]
+
+    def pace(self, run: Run, newest: int = 20) -> tuple[float, float, str] | None:
+        """Return what a run's newest batches took on average, in seconds and records, and when."""
+        sql = (
+            "SELECT avg(elapsed_s), avg(read), max(at) FROM (SELECT * FROM batch WHERE run = ?"
+            " AND kind = 'batch' ORDER BY number DESC LIMIT ?) HAVING count(*)"
+        )
+        return next(iter(self._rows(sql, run.key, newest)), None)
+
+    def barrier_of(self, drain: Drain) -> Barrier:
+        """Return the barrier that a drain belongs to."""
+        return self._all(Barrier, "WHERE id = ?", drain.barrier)[0]
+
+    def drain(self, number: int | None = None) -> Drain | None:
+        """Return a drain by its id, or the newest."""
+        return self._one(Drain, "WHERE ?1 IN (id, 0) ORDER BY id DESC LIMIT 1", number or 0)
+
+    def drain_of(self, barrier: Barrier | None) -> Drain | None:
+        """Return the drain of a barrier, if one was begun."""
+        return barrier and self._one(Drain, "WHERE barrier = ?", barrier.id)
+
     # -- verbs: maintenance ----------------------------------------------------------------
+
+    def begin_drain(
+        self, who: str, deadline_s: float, find: Callable[[], Lockfile | None]
+    ) -> Drain | None:
+        """Begin the drain of the barrier that is up, or go on with it; None if none is up.
+
+        One that has ended well stays so until it is found otherwise.
+        """
+        with self._writing():
+            self._know_barrier(find(), who)
+            barrier = self.barrier()
+            if barrier is None:
+                return None
+            wish: dict[str, object] = {"who": who, "deadline_s": deadline_s}
+            mine: dict[str, object] = {"barrier": barrier.id}
+            drain = self.drain_of(barrier)
+            if drain is None:
+                self._insert("drain", at=self._host.now(), **mine, **wish)
+                self._event(None, who, "drain", barrier.reason)
+            elif drain.exit_code != ExitCode.DONE:
+                self._set("drain", mine, ended_at=None, exit_code=None, report=None, **wish)
+                self._event(None, who, "drain goes on", barrier.reason)
+        reach("drain.begun")
+        return self.drain_of(barrier)
+
+    def ask_to_drain(self, run: Run, who: str) -> None:
+        """Ask a run to stop for a drain, if somebody owns it and nothing else is asked of it."""
+        sql = (
+            "UPDATE run SET request = 'drain' WHERE key = ? AND request IS NULL"
+            " AND state IN ('reserved', 'running') RETURNING 1"
+        )
+        with self._writing():
+            if self._sql(sql, (run.key,)).fetchone() is not None:
+                self._event(run, who, f"requested: {Request.DRAIN}", "")
+
+    def settle_left(self, run: Run, who: str) -> None:
+        """Bring a run that its owner left to the state it earned; the caller holds its lock."""
+        with self._writing():
+            run = self.run(run.key)
+            if run.state in OWNED:
+                self._supersede(self._settle(run, DIED, who))
+
+    def end_drain(
+        self,
+        drain: Drain,
+        who: str,
+        code: ExitCode,
+        find: Callable[[], Lockfile | None],
+        report: Mapping[str, object],
+    ) -> Drain:
+        """Record how a drain ended: failed, whatever it found, if its barrier fell before."""
+        with self._writing():
+            self._know_barrier(find(), who)
+            barrier = self.barrier()
+            if barrier is None or barrier.id != drain.barrier:
+                code = ExitCode.FAILED
+            ended = {"ended_at": self._host.now(), "exit_code": code, "report": report}
+            self._set("drain", {"id": drain.id}, **ended)
+            self._event(None, who, "drain ended", f"exit {int(code)}")
+            reach("drain.ended")
+        return self._all(Drain, "WHERE id = ?", drain.id)[0]
 
     def raise_barrier(
         self, who: str, find: Callable[[], Lockfile | None], make: Callable[[], Lockfile]
@@ -4576,18 +4697,15 @@ class Maintenance:
     def require_open(self, job: JobConfig) -> Lockfile | None:
         """Refuse a job that the lockfile closes (MaintenanceOn); return one that closes others."""
         found = self.find()
-        mine = {f"job:{job.name}", *(f"tag:{tag}" for tag in job.tags)}
-        if found is not None and (not found.scopes or mine & {*found.scopes}):
+        if found is not None and closes(found.scopes, job.name, job.tags):
             raise self.refusal(found)
         return found
 
     def require_version(self, job: JobConfig, version: int) -> None:
         """Refuse a job whose installed version the lockfile closes (MaintenanceOn)."""
         found = self.find()
-        for scope in found.scopes if found else []:
-            name, below, limit = scope.removeprefix("version:").partition("<")
-            if found and below and name == job.name and version < int(limit):
-                raise self.refusal(found, f"It has version {version} of {name} installed.")
+        if found and closes_version(found.scopes, job.name, version):
+            raise self.refusal(found, f"It has version {version} of {job.name} installed.")
 
     def refusal(self, found: Lockfile, *more: str) -> MaintenanceOn:
         """Return the letter of a start that is refused, as loud as the lockfile is old."""
@@ -4696,6 +4814,17 @@ class Maintenance:
         reach("barrier.unlinked")
         with open_folder(self.path.parent) as folder:
             os.fsync(folder)
+
+
+def closes(scopes: Sequence[str], job: str, tags: Iterable[str]) -> bool:
+    """Tell whether a lockfile of these scopes closes a job, whatever its version."""
+    return not scopes or bool({f"job:{job}", *(f"tag:{tag}" for tag in tags)} & {*scopes})
+
+
+def closes_version(scopes: Sequence[str], job: str, version: int) -> bool:
+    """Tell whether a lockfile of these scopes closes a version of a job."""
+    limits = [scope.removeprefix(f"version:{job}<") for scope in scopes]
+    return any(limit.isdecimal() and version < int(limit) for limit in limits)
 
 
 def _one_line(value: object) -> str:
@@ -8769,7 +8898,7 @@ class Gate:
     def reason_to_stop(self) -> Reason:
         """Return why to stop here, or `Reason.NONE`."""
         if self.request is not None:
-            return Reason.PERSON
+            return reason_of(self.request)
         if self.stop or self._batches_left == 0 or os.getppid() != self._supervisor:
             return Reason.STOP
         return Reason.NONE
@@ -9550,6 +9679,9 @@ class Watcher(Protocol):
     def say(self, text: str) -> None:
         """Show one line."""
 
+    def draw(self, line: str) -> None:
+        """Show a line in the place of the last one, if somebody looks on; empty: none."""
+
     def progress(self, run: Run) -> None:
         """Show where the run stands; called a few times a second."""
 
@@ -9849,7 +9981,7 @@ class Supervisor:
         if self._stops.count:
             return Reason.STOP, "a stop was asked for between two attempts"
         if (request := self._ledger.run(run.key).request) is not None:
-            return Reason.DRAIN if request == Request.DRAIN else Reason.PERSON, ""
+            return reason_of(request), ""
         self._require_open()
         return Reason.NONE, ""
 
@@ -10507,6 +10639,294 @@ class Stopper:
         )
 
 
+# -- draining ------------------------------------------------------------------------------------
+#
+# A drain brings the runs that a barrier found to a stop, and proves it. Behind the barrier nothing
+# is admitted, so what can still write was there when it was raised: a run is *free* if and only if
+# none of its recorded processes lives and its lock can be taken. Once free it stays free, and who
+# was killed without a word is settled with that lock held. Of each job the newest run is looked at,
+# also if it has finished: its supervisor may not be gone yet. The classes are:
+#
+#   finished    succeeded or cancelled since
+#   stopped     at its newest commit; a later start goes on
+#   awaiting    stopped until a person answers
+#   deferred    a start that is to be begun when maintenance is over
+#   running     not free, and its supervisor lives
+#   orphaned    not free, and its supervisor is gone
+#
+# A run is in one class, by what it is when the drain ends, and never moved to reach zero. It ends
+# with 0 if and only if all are free, the runs counted by event ids are the runs found, and nothing
+# was admitted behind the barrier (else 3); with 13 if an owner is orphaned or frozen, which no
+# waiting will change; with 11 if others still run; with 75 or 130 if it was stopped itself; with 1
+# if its barrier fell meanwhile. What was asked for stands, and the next drain goes on.
+#
+#   first ask      a request in the ledger, as soon as the barrier is up (not with --finish)
+#   deadline       with --then interrupt: TERM to the supervisor, and once more as a second stop; to
+#                  a worker without one SIGUSR1. What follows is the supervisor's, as for any stop
+
+DRAINED_AS = ("finished", "stopped", "awaiting", "deferred", "running", "orphaned")
+SECOND_STOP_AFTER_S = ONE_STOP_DEFAULT_S + 0.5  # surely not taken for the same one
+
+
+class DrainWish(NamedTuple):
+    """What a drain is to do."""
+
+    deadline_s: float
+    finish: bool = False  # let runs end by themselves
+    interrupts: bool = False  # interrupt what still runs at the deadline
+
+
+class Drained(NamedTuple):
+    """How a drain found one run; what is kept of it in the drain's report."""
+
+    run: str  # its id
+    job: str
+    stands: str  # one of DRAINED_AS
+    number: int  # of its newest commit
+    state: str
+    reason: str
+    owners: list[dict[str, Any]]  # the processes that may still write: pid, ticks, boot_id
+    frozen: bool  # whether one of them is stopped (SIGSTOP, or a debugger)
+    operations: int = 0  # of unknown outcome
+
+
+class Account(NamedTuple):
+    """What a drain can be held to: what it found, against what the ledger's clock says."""
+
+    barrier: Barrier
+    runs: list[Drained]  # as they were found
+    counted: list[str]  # ids of the runs that there should be, by event ids alone
+    behind: list[tuple[str, str, int, int]]  # as `Ledger.admitted_behind`, of jobs that were closed
+    until: int  # the event up to which it was found
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether every run is in one class, and nothing was admitted behind the barrier."""
+        return sorted(self.counted) == sorted(each.run for each in self.runs) and not self.behind
+
+
+class Drainer:
+    """Brings what a barrier found to a stop."""
+
+    _drain: Drain  # from `run` on
+    _left: list[Run]  # those that are not known to be free, of each job its newest
+
+    def __init__(
+        self, config: Config, ledger: Ledger, host: Host, watcher: Watcher, who: str
+    ) -> None:
+        self._config, self._ledger, self._host = config, ledger, host
+        self._watcher, self._who = watcher, who
+        self._state = StateDirectory(config, host)
+        self._stops = StopCounter(host)
+        self._free = set[int]()  # keys of runs that nobody can write to any more
+        self._sent: dict[tuple[ProcessIdentity, int], float] = {}
+        self._said = set[int]()  # keys of runs that were said to block
+
+    def run(self, wish: DrainWish) -> Drain | None:
+        """Wait until every run is free or the deadline is over; None if no barrier is up."""
+        self._stops.begin()
+        find = self._state.maintenance.find
+        begun = self._ledger.begin_drain(self._who, wish.deadline_s, find)
+        if begun is None:
+            return None
+        self._drain, began = begun, self._host.monotonic()
+        barrier = self._ledger.barrier_of(begun)
+        self._left = [
+            run for run in self._ledger.latest_of_each_job() if self._concerns(barrier, run)
+        ]
+        self._stops.look()
+        while self._look_again() and not self._stops.count and self._is_up(barrier):
+            late_s = self._host.monotonic() - began - wish.deadline_s
+            self._press(wish, late_s)
+            self._tell(wish, late_s)
+            if late_s >= self._limit_s(wish):
+                break
+            self._stops.wait(WATCH_INTERVAL_S)
+        self._watcher.draw("")
+        return self._end(find)
+
+    def _is_up(self, barrier: Barrier) -> bool:
+        found = self._state.maintenance.find()
+        return found is not None and found[:3] == barrier[1:4]
+
+    def _limit_s(self, wish: DrainWish) -> float:
+        """Return how long to wait past the deadline, for those that are interrupted."""
+        if not wish.interrupts:
+            return 0.0
+        jobs = self._config.jobs
+        graces_s = [jobs[run.job].stop_grace_s for run in self._left if run.job in jobs]
+        grace_s = max(graces_s, default=0.0)
+        return grace_s + min(grace_s, KILL_AFTER_INTERRUPT_S) + LOCK_LIMIT_S
+
+    def _concerns(self, barrier: Barrier, run: Run) -> bool:
+        """Tell whether the barrier closes a run's job; a version that is not known yet counts."""
+        version = run.job_version or 0
+        return self._closes(barrier, run.job) or closes_version(barrier.scopes, run.job, version)
+
+    def _closes(self, barrier: Barrier, job: str) -> bool:
+        known = self._config.jobs.get(job)
+        return closes(barrier.scopes, job, known.tags if known else ())
+
+    def _look_again(self) -> bool:
+        """Keep those of the runs that are not free, as they stand now; tell whether there are."""
+        self._left = [self._ledger.run(run.key) for run in self._left if not self._is_free(run)]
+        return bool(self._left)
+
+    def _is_free(self, run: Run) -> bool:
+        """Tell whether nobody can write to a run any more; its lock is the proof."""
+        run, attempt = self._ledger.run(run.key), self._ledger.last_attempt(run)
+        if run.key in self._free or attempt is None:
+            return True
+        lock = JobLock(self._state.lock_path(run.job))
+        if living_owners(run, attempt, self._host) or not lock.acquire():
+            return False
+        try:
+            self._ledger.settle_left(run, self._who)
+        finally:
+            lock.release()
+        self._free.add(run.key)
+        return True
+
+    # -- while it waits ------------------------------------------------------------------------
+
+    def _press(self, wish: DrainWish, late_s: float) -> None:
+        """Ask for what is due now: a stop at the safe point, or to give the batch up."""
+        for run in self._left:
+            if not wish.finish and run.request is None and run.state in OWNED:
+                self._ledger.ask_to_drain(run, self._who)
+            if late_s >= 0:
+                self._interrupt(run, cast("Attempt", self._ledger.last_attempt(run)))
+
+    def _interrupt(self, run: Run, attempt: Attempt) -> None:
+        """Send the supervisor two stops, far enough apart; a worker without one, its own."""
+        supervisor, worker, alive = attempt.supervisor, attempt.worker, self._host.is_alive
+        if alive(supervisor):
+            self._send(run, supervisor, signal.SIGTERM, 1)
+            if self._host.monotonic() > self._sent[supervisor, 1] + SECOND_STOP_AFTER_S:
+                self._send(run, supervisor, signal.SIGTERM, 2)
+        elif worker and alive(worker):
+            self._send(run, worker, signal.SIGUSR1, 1)
+
+    def _send(self, run: Run, to: ProcessIdentity, number: signal.Signals, stop: int) -> None:
+        """Send a stop to a run's owner, each once, and leave a row of it."""
+        if (to, stop) not in self._sent:
+            self._sent[to, stop] = self._host.monotonic()
+            words = f"{number.name} to pid {to.pid}: the deadline is over"
+            self._ledger.note(self._who, "drain interrupts", words, run=run)
+            self._host.send(to, number)
+
+    def _tell(self, wish: DrainWish, late_s: float) -> None:
+        """Say what blocks, each once, and show all of it on a terminal."""
+        texts = []
+        for run in self._left:
+            attempt, pace = cast("Attempt", self._ledger.last_attempt(run)), self._ledger.pace(run)
+            open_since = max(attempt.began_at, pace[2] if pace else "")
+            due = due_text(run, pace, open_since, self._host.now(), finish=wish.finish)
+            texts.append(f"{run.job}: run {run.id}, batch {run.batches + 1}{due}")
+            if run.key not in self._said:
+                self._said.add(run.key)
+                self._watcher.say(f"waiting for {texts[-1]}")
+        over = "past its deadline" if late_s >= 0 else f"{duration_text(-late_s)} left"
+        self._watcher.draw(f"drain, {over}, waits for {len(texts)}: {'; '.join(texts)}")
+
+    # -- its end -------------------------------------------------------------------------------
+
+    def _end(self, find: Callable[[], Lockfile | None]) -> Drain:
+        """Record how every run was found, and what follows from it."""
+        account = self._look(self._ledger.barrier_of(self._drain))
+        runs = [each._asdict() for each in account.runs]
+        kept = {"until": account.until, "runs": runs, "counted": account.counted}
+        code = self._code(account)
+        return self._ledger.end_drain(self._drain, self._who, code, find, kept)
+
+    def account(self, drain: Drain) -> Account:
+        """Return what a drain is held to: as kept if it has ended, else as it is now."""
+        found, kept = self._look(self._ledger.barrier_of(drain)), drain.report
+        if kept is None:
+            return found
+        runs = [Drained(**each) for each in kept["runs"]]
+        return found._replace(runs=runs, counted=kept["counted"], until=kept["until"])
+
+    def _look(self, barrier: Barrier) -> Account:
+        """Return what there is to account for now."""
+        until, admitted = self._ledger.newest_event(), self._ledger.admitted_behind(barrier)
+        found = self._ledger.found_by(barrier, until)
+        concerned = [each for each in found if self._concerns(barrier, each[0])]
+        return Account(
+            barrier=barrier,
+            runs=[self._found(run) for run, _ in concerned],
+            counted=[run.id for run, is_counted in concerned if is_counted],
+            behind=[row for row in admitted if self._closes(barrier, row[0])],
+            until=until,
+        )
+
+    def _found(self, run: Run) -> Drained:
+        """Return how a run stands, without taking its lock."""
+        attempt, owners = self._ledger.last_attempt(run), list[ProcessIdentity]()
+        if attempt is not None and run.key not in self._free:
+            owners = living_owners(run, attempt, self._host)
+            with contextlib.suppress(FileNotFoundError):  # nobody has taken it since
+                holders = map(
+                    self._host.identify, JobLock(self._state.lock_path(run.job)).owners(self._host)
+                )
+                owners += [each for each in holders if each is not None and each not in owners]
+        return Drained(
+            run=run.id,
+            job=run.job,
+            stands=drained_as(run, attempt, owners),
+            number=run.number,
+            state=run.state,
+            reason=run.reason,
+            owners=[owner._asdict() for owner in owners],
+            frozen=any(map(self._host.is_stopped, owners)),
+        )
+
+    def _code(self, account: Account) -> ExitCode:
+        """Return what the drain ends with; see the head of this part."""
+        if not account.adds_up:
+            return ExitCode.FINDINGS
+        if not self._left:
+            return ExitCode.DONE
+        if self._stops.count:
+            return self._stops.exit_code()
+        stuck = any(each.frozen or each.stands == "orphaned" for each in account.runs)
+        return ExitCode.PERSON_NEEDED if stuck else ExitCode.BUSY
+
+
+def living_owners(run: Run, attempt: Attempt, host: Host) -> list[ProcessIdentity]:
+    """Return the recorded processes that may still write to a run.
+
+    The supervisor of a run at rest may be at another one: the tick begins one after another.
+    """
+    recorded = [attempt.supervisor if run.state in OWNED else None, attempt.worker]
+    return [process for process in recorded if process and host.is_alive(process)]
+
+
+def drained_as(run: Run, attempt: Attempt | None, owners: Sequence[ProcessIdentity]) -> str:
+    """Return in which class a drain finds a run: one of DRAINED_AS."""
+    if owners:
+        return "running" if attempt and attempt.supervisor in owners else "orphaned"
+    if run.finished:
+        return "finished"
+    if run.deferred is not None:
+        return "deferred"
+    return "awaiting" if run.state == RunState.AWAITING else "stopped"
+
+
+def due_text(
+    run: Run, pace: tuple[float, float, str] | None, since: str, now: str, *, finish: bool
+) -> str:
+    """Return how long a run's batches take, and when the open one, or all, should be done."""
+    open_s = max(0.0, seconds_between(since, now))
+    if pace is None:
+        return f", its first, open for {duration_text(open_s)}"
+    took_s, read, _ = pace
+    batches = (run.expected - run.read) / read if finish and run.expected and read else 1.0
+    left_s = took_s * max(1.0, batches) - open_s
+    due = f"due in {duration_text(left_s)}" if left_s >= 0 else f"late by {duration_text(-left_s)}"
+    return f", which take {took_s:.1f} s each, {due}"
+
+
 def is_owned(state: StateDirectory, job: str) -> bool:
     """Tell whether some process holds a job's lock at this moment."""
     lock = JobLock(state.lock_path(job))
@@ -10675,6 +11095,78 @@ def render_lockfile(found: Lockfile, now: str) -> list[str]:
     if not found.overdue:
         return [line]
     return [f"MAINTENANCE IS OVERDUE. {found.overdue}", line, "to type: batchrun maintenance off"]
+
+
+DRAIN_ENDS = {  # exit code of a drain -> what it says
+    None: "it goes on, or was killed; batchrun drain goes on with it",
+    ExitCode.DONE: "nobody may write any more",
+    ExitCode.FAILED: "its barrier fell before it had ended; nothing is proven",
+    ExitCode.FINDINGS: "IT DOES NOT ADD UP; what is below is not to be trusted",
+    ExitCode.BUSY: "some still run past its deadline; batchrun drain goes on with it",
+    ExitCode.PERSON_NEEDED: "an owner is orphaned or frozen, and a person is needed",
+    ExitCode.STOPPED: "it was stopped; batchrun drain goes on with it",
+    ExitCode.INTERRUPTED: "it was stopped by Ctrl-C; batchrun drain goes on with it",
+}
+
+
+def summarise_drain(
+    drain: Drain, account: Account, away: list[tuple[str, str, int]]
+) -> dict[str, Any]:
+    """Return a drain as one JSON document: the runs that there were, their classes, the proof."""
+    sums = dict.fromkeys(DRAINED_AS, 0)
+    for run in account.runs:
+        sums[run.stands] += 1
+    return {
+        **{name: value for name, value in drain._asdict().items() if name != "report"},
+        "barrier": account.barrier._asdict(),
+        "runs": [run._asdict() for run in account.runs],
+        "total": len(account.counted),
+        "sums": sums,
+        "operations": sum(run.operations for run in account.runs),
+        "adds_up": account.adds_up and sum(sums.values()) == len(account.counted),
+        "turned_away": [dict(zip(("done", "job", "starts"), row, strict=True)) for row in away],
+        "admitted_behind": account.behind,
+        "until_event": account.until,
+    }
+
+
+def drain_text(drain: Drain) -> str:
+    """Return how a drain stands, in one line."""
+    return f"drain {drain.id}: {DRAIN_ENDS[cast('ExitCode | None', drain.exit_code)]}"
+
+
+def render_drain(summary: dict[str, Any]) -> str:
+    """Return a drain's report as text."""
+    barrier, sums, rows = summary["barrier"], summary["sums"], summary["turned_away"]
+    ended = DRAIN_ENDS[summary["exit_code"] if summary["adds_up"] else ExitCode.FINDINGS]
+    reason = f" ({barrier['reason']})" if barrier["reason"] else ""
+    only = f", only {', '.join(barrier['scopes'])}" if barrier["scopes"] else ""
+    classes = " + ".join(f"{count} {name}" for name, count in sums.items())
+    by = f"{barrier['who']}{reason}{only}"
+    between = f"event {barrier['opened']} and {barrier['closed'] or 'now'}"
+    behind = [f"{job}: run {run}, event {at}" for job, run, _, at in summary["admitted_behind"]]
+    starts = (f"{row['starts']} of {row['job']} {row['done']}" for row in rows)
+    return "\n".join(
+        [
+            f"drain {summary['id']}: {ended}",
+            f"  barrier     {barrier['id']}, since {barrier['at']} by {by}",
+            f"  unfinished  {summary['total']} runs = {classes}",
+            *(render_drained(run) for run in summary["runs"]),
+            f"  operations  {summary['operations']} unaccounted for",
+            f"  starts      {', '.join(starts) or 'none was turned away'}",
+            f"  admitted    {', '.join(behind) or 'nothing'} between {between}",
+        ]
+    )
+
+
+def render_drained(run: dict[str, Any]) -> str:
+    """Return one run of a drain as text: its class, where it stands, who owns it."""
+    owners = " and ".join(f"pid {o['pid']} (start {o['ticks']})" for o in run["owners"])
+    by = f", owned by {owners}{', frozen' if run['frozen'] else ''}" if owners else ""
+    stuck = run["frozen"] or run["stands"] == "orphaned"
+    todo = f"\n{'':14}to end it: batchrun cancel --kill {run['run']}" * stuck
+    where = f"run {run['run']} at commit {run['number']}, {state_text(run)}"
+    return f"  {run['stands']:<11} {run['job']}: {where}{by}{todo}"
 
 
 def render_status(jobs: list[dict[str, Any]], now: str) -> str:
@@ -10972,6 +11464,11 @@ class Console:
             elif self.plain:
                 write_line(2, f"{run.job} {progress_text(run, rate)}".rstrip())
 
+    def draw(self, line: str) -> None:
+        """Draw a live line anew; an empty one takes it away."""
+        if self.live:
+            self._draw(line[: self._host.terminal_columns() - 1])
+
     def letter(self, text: str, code: int) -> None:
         """Write an error; with --json the last line of stderr is an object."""
         self._draw("")
@@ -11210,28 +11707,55 @@ def status_command(app: App, *, name: str | None) -> ExitCode:
             found = [c for c in ledger.stuck_cleanups() if c.job == job]
             stuck = [stuck_cleanup(ledger, cleanup) for cleanup in found]
             jobs.append(summarise_job(job, run, stands, ledger.last_success(job), refused, stuck))
+        drain = ledger.drain_of(ledger.barrier())
     lockfile = app.state.maintenance.find()
     text = render_one_status(jobs[0]) if name else render_status(jobs, app.host.now())
     said = render_lockfile(lockfile, app.host.now()) if lockfile else []
+    said += [drain_text(drain)] if drain and lockfile else []
     said += [warning] if (warning := app.state.warning()) else []
     for each_job in jobs:
         each_job["next"] = app.console.typed(each_job["next"])
     document = {"jobs": jobs, "maintenance": lockfile and lockfile._asdict(), "warning": warning}
+    document["drain"] = drain and drain._asdict()
     app.console.result("\n".join([*said, text]), document)
     needs_someone = any(each_job["needs_someone"] for each_job in jobs)
     is_overdue = lockfile is not None and lockfile.overdue
     return ExitCode.FINDINGS if needs_someone or is_overdue else ExitCode.DONE
 
 
-@command("Every day", word("run"), exits=[ExitCode.NOT_FOUND])
-def report_command(app: App, *, run: str) -> ExitCode:
-    """Tell what happened in a run, attempt by attempt."""
+@command(
+    "Every day",
+    word("run", metavar="RUN|drain"),
+    word("number", required=False, type=int, metavar="[ID]"),
+    exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
+)
+def report_command(app: App, *, run: str, number: int | None) -> ExitCode:
+    """Tell what happened in a run, attempt by attempt; or in a drain, run by run."""
+    if run == "drain":
+        return report_drain(app, number)
     with app.ledger(write=False) as ledger:
         found = app.find_run(ledger, run)
         rows = ledger.attempts(found), ledger.rejects(found), ledger.events(found)
         summary = summarise(found, *rows, ledger.cleanups(found))
     app.console.result(render_report(summary), summary)
     return ExitCode.DONE
+
+
+def report_drain(app: App, number: int | None) -> ExitCode:
+    """Tell what became of the runs that a barrier found, by default the newest one's drain."""
+    with app.ledger(write=False) as ledger:
+        drain = ledger.drain(number)
+        if drain is None:
+            raise NotFound("There is no such drain.", todo="To begin one: batchrun drain")
+        return show_drain(app, ledger, drain)
+
+
+def show_drain(app: App, ledger: Ledger, drain: Drain) -> ExitCode:
+    """Write a drain's report; return whether its sums add up."""
+    account = Drainer(app.config, ledger, app.host, app.console, app.who).account(drain)
+    summary = summarise_drain(drain, account, ledger.turned_away(account.barrier))
+    app.console.result(render_drain(summary), summary)
+    return ExitCode.DONE if summary["adds_up"] else ExitCode.FINDINGS
 
 
 # -- deploy, answer and mend ---------------------------------------------------------------------
@@ -11297,6 +11821,45 @@ def maintenance_status_command(app: App) -> ExitCode:
     document["maintenance"] = lockfile and lockfile._asdict()
     app.console.result("\n".join([*lines, *render_turned_away(document)]), document)
     return ExitCode.FINDINGS if lockfile and lockfile.overdue else ExitCode.DONE
+
+
+DRAIN_EXITS = [code for code in DRAIN_ENDS if code is not None]
+
+
+@command(
+    "Deploy",
+    word("--deadline", default="10m", metavar="10m", help="How long to wait for what runs."),
+    word("--finish", is_flag=True, help="Let runs end by themselves; ask none to stop."),
+    word("--then", default="leave", metavar="leave|interrupt", help="At the deadline."),
+    word("--reason", default="", metavar="TEXT", help="Why, if the door is still open."),
+    exits=DRAIN_EXITS,
+)
+def drain_command(app: App, *, deadline: str, finish: bool, then: str, reason: str) -> ExitCode:
+    """Close the door, let what runs stop at its next safe point, and prove it."""
+    wish = wish_of(deadline, then, finish=finish)
+    app.console.tells = not app.console.quiet
+    with app.ledger(write=True, create=True) as ledger:
+        with contextlib.suppress(MaintenanceOn):  # as it is closed already
+            words = {"by": app.who, "reason": mask_secrets(reason)}
+            app.state.maintenance.begin(ledger, app.who, until=None, scopes=[], **words)
+        drain = Drainer(app.config, ledger, app.host, app.console, app.who).run(wish)
+        if drain is None:
+            what = "Maintenance was ended in this moment; nothing was drained."
+            raise BatchrunError(what, todo="To begin anew: batchrun drain")
+        show_drain(app, ledger, drain)
+        return ExitCode(cast("int", drain.exit_code))
+
+
+def wish_of(deadline: str, then: str, *, finish: bool) -> DrainWish:
+    """Return what the options of `drain` ask for."""
+    if then not in ("leave", "interrupt"):
+        what = f"--then {then!r} is neither leave nor interrupt."
+        raise ConfigurationError(what, unchanged="Nothing was changed.")
+    try:
+        return DrainWish(parse_duration(deadline), finish, interrupts=then == "interrupt")
+    except ValueError as error:
+        what = f"--deadline {deadline!r} is not a duration."
+        raise ConfigurationError(what, unchanged="Nothing was changed.", todo=f"{error}") from error
 
 
 def scopes_of(
@@ -11802,7 +12365,7 @@ def run_command_line(arguments: list[str]) -> int:
 def main() -> NoReturn:
     """Run the command line and leave by os._exit: a held lock is never given back on the way."""
     code, names = int(ExitCode.FAILED), [parts.name for parts in COMMANDS]
-    if next((word for word in sys.argv[1:] if word in names), "") in ("run", "resume"):
+    if next((word for word in sys.argv[1:] if word in names), "") in ("run", "resume", "drain"):
         block_stops()  # a stop that comes this early is counted too
     reach("main.begun")
     try:

@@ -18,23 +18,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
-    "Vocabulary": 495,
+    "Vocabulary": 515,
     "Host": 680,
     "Configuration": 995,
     "Checkpoints": 355,
-    "Ledger": 1_790,
-    "Locks and maintenance": 405,
+    "Ledger": 1_895,
+    "Locks and maintenance": 415,
     "Health": 845,
     "Jobs": 2_430,
     "Operations": 200,
     "Recovery": 600,
     "Worker": 740,
-    "Supervisor": 1_090,
-    "Reports": 325,
-    "Command line": 980,
+    "Supervisor": 1_380,
+    "Reports": 400,
+    "Command line": 1_050,
 }
 COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 11_931  # must stay under
+LINES_IN_ALL = 12_501  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

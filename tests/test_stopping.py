@@ -128,6 +128,18 @@ def test_wait_is_bounded_and_says_what_to_type(project: Project) -> None:
     )
 
 
+def test_a_pause_that_comes_during_a_batch_that_fails_is_not_lost(project: Project) -> None:
+    write_job(project, "hold('go'); raise ValueError('no')")
+    project.write(
+        CONFIG.replace("[jobs.sync]", 'max_tries = 3\nretry_first_wait = "60s"\n[jobs.sync]')
+    )
+    process = start_held(project)
+    assert project.run("pause", "sync").code == 0
+    let_go(project)
+    assert project.finish(process).code == 75
+    assert run_row(project) == ("paused", "person", 1)
+
+
 # --- ending the owner ---------------------------------------------------------------------------
 
 
