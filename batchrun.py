@@ -9931,7 +9931,7 @@ class Supervisor:
             overrides=launch.overrides,
             accept_settings="settings" in launch.acceptances,
             only_resume=launch.only_resume,
-            fresh=launch.fresh or bool(fresh_reason),
+            fresh=(launch.fresh and not self._admitted) or bool(fresh_reason),
             fresh_reason=fresh_reason or "a fresh start was asked for",
             retry=launch.retry,
         )
