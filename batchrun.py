@@ -384,6 +384,8 @@ class Run(NamedTuple):
     retry_of: str | None  # id of the run whose rejects this one takes up again
     tried: str | None  # the armed try, as JSON: loop, cursor, limit, of one record its end
     tries: int  # how many tries of it were charged
+    paused_s: float  # for how long supervisors kept it paused because it was not well
+    checks_at: str | None  # paused with a live owner: when that looks again whether it is well
     deferred: dict[str, Any] | None  # a start that is to be begun: at, who, acceptances, batches
     size: int | None  # the limit where isolation looks for a bad record; 0: it is the next one
 
@@ -740,7 +742,11 @@ class Host:
 
     def now(self) -> str:
         """Return wall time as UTC text with milliseconds, `2026-01-31T23:59:59.123Z`."""
-        return utc_text(time.time_ns())
+        return self.later(0)
+
+    def later(self, seconds: float) -> str:
+        """Return what wall time will be in so many seconds, if nobody sets it."""
+        return utc_text(time.time_ns() + int(seconds * 1e9))
 
     def monotonic(self) -> float:
         """Return seconds on a clock that no one can set."""
@@ -1574,6 +1580,7 @@ OPTIONS = {
     "batch_timeout": ConfigKey("batch_timeout_s", "30m", parse_duration, "to commit in; 0: none"),
     "recycle_above": ConfigKey("recycle_above_bytes", "0", parse_size, "RSS of a worker; 0: none"),
     "max_rss": ConfigKey("max_rss_bytes", 0, parse_size, "of the worker; more is bad; 0: no limit"),
+    "max_pause": ConfigKey("max_pause_s", "2h", parse_duration, "to wait until it is well"),
     "when_blocked": ConfigKey("when_blocked", "refuse", _REFUSE_OR_DEFER, "by maintenance"),
     "once_per": ConfigKey("once_per", "", _PERIOD, "in which one success is enough"),
     "zone": ConfigKey("zone", "UTC", _zone, "whose days those are"),
@@ -1582,9 +1589,9 @@ _FACTOR = _text(str, "|".join(FACTORS), " or ".join(json.dumps(name) for name in
 _NAME = _text(str, r"\S(.{0,62}\S)?", "a name of 1 to 64 characters")
 _WORDS = _listed(_text(str, r"[^\0]+", "text"), "words")
 HEALTH_KEYS = {
-    "sample_interval": ConfigKey("sample_interval_s", "60s", _lasting(1), "between two readings"),
-    "check_interval": ConfigKey("check_interval_s", "3m", _lasting(1), "between two checks"),
-    "recheck_after": ConfigKey("recheck_after_s", "10s", _lasting(1), "a first bad one"),
+    "sample_interval": ConfigKey("sample_interval_s", "60s", _lasting(0.1), "between two readings"),
+    "check_interval": ConfigKey("check_interval_s", "3m", _lasting(0.1), "between two checks"),
+    "recheck_after": ConfigKey("recheck_after_s", "10s", _lasting(0.1), "a first bad one"),
     "bad_in_a_row": ConfigKey("bad_in_a_row", 3, _whole(1, 100), "checks that make a factor bad"),
     "good_in_a_row": ConfigKey("good_in_a_row", 2, _whole(1, 100), "checks that make it good"),
     "min_available": ConfigKey("min_available_bytes", "64MB", parse_size, "memory; less is bad"),
@@ -1672,6 +1679,7 @@ class JobConfig(NamedTuple):
     batch_timeout_s: float
     recycle_above_bytes: int
     max_rss_bytes: int
+    max_pause_s: float
     when_blocked: str
     once_per: str
     zone: str
@@ -2693,6 +2701,9 @@ class CheckpointStore:
 # to account for is known from event ids alone: those unfinished before the event that opened the
 # barrier, and those stored behind it. What became of each is known from its row and processes.
 #
+# A run that is *paused by health* with `checks_at` is kept: its supervisor lives, holds the job's
+# lock, and looks again at that time. Every edge takes `checks_at` away but the one into that pause.
+#
 # A COMMIT that raised may have happened. It is never repeated in the same process: the process
 # ends, and the next start finds out. The connection is not usable in a forked child.
 
@@ -2722,7 +2733,8 @@ CREATE TABLE run (
   fresh_in_a_row INTEGER NOT NULL DEFAULT 0, read_s REAL NOT NULL DEFAULT 0,
   work_s REAL NOT NULL DEFAULT 0, own_s REAL NOT NULL DEFAULT 0, error TEXT,
   tried TEXT, tries INTEGER NOT NULL DEFAULT 0, size INTEGER,
-  paused_s REAL NOT NULL DEFAULT 0, deferred TEXT, retry_of TEXT REFERENCES run (id)
+  paused_s REAL NOT NULL DEFAULT 0, checks_at TEXT, deferred TEXT,
+  retry_of TEXT REFERENCES run (id)
 ) STRICT;
 CREATE UNIQUE INDEX one_unfinished_run_a_job ON run (job)
   WHERE state NOT IN ('succeeded', 'cancelled');
@@ -2822,6 +2834,7 @@ ALTER TABLE run ADD COLUMN tried TEXT;
 ALTER TABLE run ADD COLUMN tries INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE run ADD COLUMN size INTEGER;
 ALTER TABLE run ADD COLUMN paused_s REAL NOT NULL DEFAULT 0;
+ALTER TABLE run ADD COLUMN checks_at TEXT;
 ALTER TABLE run ADD COLUMN deferred TEXT;
 ALTER TABLE run ADD COLUMN retry_of TEXT REFERENCES run (id);
 ALTER TABLE attempt ADD COLUMN charged INTEGER NOT NULL DEFAULT 0;
@@ -2855,7 +2868,9 @@ MOVE_ON = """UPDATE run SET number = :number, hash = :hash, checkpoint = :conten
   WHERE key = :key AND generation = :generation AND number = :number - 1 RETURNING request"""
 # The edge that honours a request clears it; a start outdates a pause, never a cancel. It also takes
 # up a deferred start. From running to reserved it is the same supervisor: nobody started anything.
+# A run that is paused by health is looked after from now on.
 MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error = :error,
+  checks_at = iif(:to = 'paused' AND :reason = 'health', :now, NULL),
   ended_at = iif(:ends, :now, NULL), request = iif(
     :ends OR (request = 'pause' AND (:to = 'paused' OR (:to = 'reserved' AND state <> 'running')))
     OR (request = 'drain' AND :to NOT IN ('reserved', 'running')), NULL, request),
@@ -2878,6 +2893,7 @@ FOUND = """SELECT key, first < ?1 OR stored IS NOT NULL FROM (SELECT key,
     (SELECT min(id) FROM event WHERE run = key
       AND (what LIKE 'succeeded%' OR what LIKE 'cancelled%')) AS final FROM run)
   WHERE first <= ?2 AND (final IS NULL OR final > ?1) ORDER BY key"""
+ADD_PAUSE = "UPDATE run SET paused_s = paused_s + ? WHERE key = ?"
 # Another key is another batch, of which no try was charged yet.
 # A record that was found bad is tried once more: it may have been mended.
 TRY_ANEW = "UPDATE run SET tries = 0, size = max(size, 1) WHERE key = :key"
@@ -3250,6 +3266,14 @@ class Ledger:
         gauges = zip(GAUGES, zip(*reversed(rows), strict=True), strict=False)
         return {name: [each for each in values if each is not None] for name, values in gauges}
 
+    def batch_times(self, run: Run, newest: int = 200) -> list[float]:
+        """Return for how long each of a run's newest batches was at work, shortest first, in s."""
+        sql = (
+            "SELECT elapsed_s FROM batch WHERE run = ? AND kind = 'batch'"
+            " ORDER BY number DESC LIMIT ?"
+        )
+        return sorted(row[0] for row in self._rows(sql, run.key, newest))
+
     def approvals(self, run: Run) -> list[Approval]:
         """Return what a run has asked, oldest first."""
         return self._all(Approval, "WHERE run = ? ORDER BY asked_at, name", run.key)
@@ -3566,7 +3590,8 @@ class Ledger:
     def _is_kept(self, run: Run, owner: ProcessIdentity) -> bool:
         """Tell whether this very supervisor keeps a run between two of its attempts."""
         last = self.last_attempt(run) if run.state == RunState.RESERVED else None
-        return last is not None and last.may_be_followed and last.supervisor == owner
+        followed = last is not None and (last.may_be_followed or run.reason == Reason.HEALTH)
+        return last is not None and followed and last.supervisor == owner
 
     def _settled(self, run: Run, start: Start, said: list[str], *, kept: bool) -> Run:
         """Bring a run whose owner is gone to the state that its last attempt earned."""
@@ -3792,17 +3817,19 @@ class Ledger:
         generation: int,
         seen: AttemptEnd,
         decide: Callable[[Run, Attempt], After] = after_ending,
+        *,
+        excused: bool = False,
         **diagnosis: int | None,
     ) -> Run:
         """Make the run's edge from what the attempt recorded; only with the job's lock held.
 
         `seen` is recorded if the worker recorded nothing; `decide` is asked what follows, inside
-        the transaction, when the try is charged; `diagnosis` is `signal` and `peak_rss_bytes` of
-        the worker's process.
+        the transaction, when the try is charged, unless it is `excused`; `diagnosis` is `signal`
+        and `peak_rss_bytes` of the worker's process.
         """
         with self._owning(run, generation):
             self._set_attempt(run, generation, **diagnosis)
-            return self._settle(self.run(run.key), seen, "supervisor", decide)
+            return self._settle(self.run(run.key), seen, "supervisor", decide, excused=excused)
 
     def _settle(
         self,
@@ -3810,11 +3837,13 @@ class Ledger:
         seen: AttemptEnd,
         who: str,
         decide: Callable[[Run, Attempt], After] = after_ending,
+        *,
+        excused: bool = False,
     ) -> Run:
         """Turn the newest attempt's ending into the run's state, and charge its try."""
         self._write_end(run, run.generation, seen)
         attempt = cast("Attempt", self.last_attempt(run))
-        run = self._charge(run, attempt)
+        run = run if excused else self._charge(run, attempt)
         state, reason, why, size = decide(run, attempt)
         if size is not None:
             mine: dict[str, object] = {"run": run.key, "generation": attempt.generation}
@@ -3840,10 +3869,38 @@ class Ledger:
         """Let a run rest that is kept between two attempts: paused, or as was requested."""
         with self._owning(run, run.generation):
             run = self.run(run.key)
-            to = RunState.CANCELLED if run.request == Request.CANCEL else RunState.PAUSED
             if run.request == Request.PAUSE:
                 reason, why = Reason.PERSON, ""
-            reason = Reason.NONE if to == RunState.CANCELLED else reason
+            if run.request == Request.CANCEL:
+                return self._move(run, RunState.CANCELLED, who="supervisor", why=why)
+            if run.state == RunState.PAUSED:
+                self._change(run, RunState.RESERVED)
+                run = self.run(run.key)
+            self._move(run, RunState.PAUSED, who="supervisor", why=why, reason=reason)
+            self._set("run", {"key": run.key}, checks_at=None)
+            return self.run(run.key)
+
+    def keep_paused(self, run: Run, why: str, checks_at: str, paused_s: float) -> Run:
+        """Record that a run is kept paused until it is well, and when that is looked at again."""
+        with self._owning(run, run.generation):
+            if run.state == RunState.RESERVED:
+                self._move(run, RunState.PAUSED, who="supervisor", why=why, reason=Reason.HEALTH)
+            self._sql(ADD_PAUSE, (paused_s, run.key))
+            self._set("run", {"key": run.key}, checks_at=checks_at)
+            return self.run(run.key)
+
+    def count_pause(self, run: Run, paused_s: float) -> None:
+        """Add to the time for which a run was kept paused."""
+        with self._owning(run, run.generation):
+            self._sql(ADD_PAUSE, (paused_s, run.key))
+
+    def end_pause(self, run: Run, why: str) -> Run:
+        """Keep a run on that is well again, unless somebody asks for something else meanwhile."""
+        with self._owning(run, run.generation):
+            run = self.run(run.key)
+            if run.request is not None:
+                return run
+            to, reason = RunState.RESERVED, Reason.HEALTH
             return self._move(run, to, who="supervisor", why=why, reason=reason)
 
     # -- verbs: cleanups -------------------------------------------------------------------
@@ -4113,7 +4170,8 @@ class Ledger:
         bound = {"key": run.key, "state": run.state, "to": to, "reason": reason}
         bound |= {"now": self._host.now(), "ends": to in FINISHED}
         told = to in (RunState.FAILED, RunState.INTERRUPTED, RunState.AWAITING)
-        bound["error"] = why if told or reason == Reason.RETRY else None
+        told |= to == RunState.PAUSED and reason in (Reason.RETRY, Reason.HEALTH)
+        bound["error"] = why if told else None
         if self._sql(MOVE, bound).fetchone() is None:
             raise IllegalTransition(f"Run {run.id} was no longer {run.state}.")
 
@@ -4978,6 +5036,8 @@ class StateDirectory:
 #
 #   pause if and only if two factors or more are bad, or one that is critical
 #
+# While no worker runs, every need is critical: no attempt begins that cannot do its work.
+#
 # Only what changes is told. While anything is bad, checks come `recheck_after` apart, then twice as
 # far each time, up to check_interval; each wait is drawn from 0.75 to 1.25 of that, so that many
 # jobs do not come at once.
@@ -5593,26 +5653,31 @@ class HealthWatch:
     """Takes the readings and makes the checks of one run when they are due; never waits.
 
     Attributes:
-        verdict: the newest one.
+        due_s: when the next check is due, on the monotonic clock.
     """
 
     def __init__(self, config: Config, job: str, ledger: Ledger, host: Host) -> None:
-        import random  # only to spread the checks of many jobs
-
         self._config, self._job, self._ledger, self._host = config, config.job(job), ledger, host
         self._health, self._needs = config.health, config.health.needs_of(job)
-        self._monitor = HealthMonitor(self._health, random.random)
+        self._monitor = HealthMonitor(self._health, lambda: os.urandom(1)[0] / 256)
         self._peers: dict[str, Sequence[Peer]] = {}
         self._inquiry: Inquiry | None = None
         self._began_s = now_s = host.monotonic()
         self._sample_s = now_s + self._health.sample_interval_s
-        self._check_s = now_s + self._health.check_interval_s
+        run = ledger.unfinished(job)
+        was_well = run is None or run.reason != Reason.HEALTH
+        self.due_s = now_s + self._health.check_interval_s * was_well
         self._of_ledger = Answer(LEDGER.name, Wellness.OK, "")
 
     @property
     def verdict(self) -> Verdict:
         """The newest verdict."""
         return self._monitor.verdict
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a check is due, or on its way."""
+        return self._inquiry is not None or self._host.monotonic() >= self.due_s
 
     def beat(self, run: Run, generation: int, worker: int | None) -> Verdict:
         """Do what is due, for a worker's pid if there is one; call it a few times a second.
@@ -5629,7 +5694,7 @@ class HealthWatch:
             self._keep(
                 lambda: self._ledger.record_reading(run, generation, memory, usage, pressure)
             )
-        if self._inquiry is None and now_s >= self._check_s:
+        if self._inquiry is None and now_s >= self.due_s:
             self._began_s = now_s
             self._inquiry = Inquiry(self._needs, self._config.folder, self._host)
         if self._inquiry is not None and self._inquiry.poll():
@@ -5639,12 +5704,13 @@ class HealthWatch:
 
     def check_soon(self) -> None:
         """Let the next beat begin a check, as before a new attempt."""
-        self._check_s = self._host.monotonic()
+        self.due_s = self._host.monotonic()
 
     def end(self) -> None:
-        """Kill the probes that are on their way."""
+        """Kill the probes that are on their way; the next beat asks anew."""
         if self._inquiry is not None:
             self._inquiry.end()
+            self._inquiry = None
 
     def _used(self, worker: int | None) -> Usage | None:
         return None if worker is None else self._host.usage(worker, self._peers)
@@ -5659,10 +5725,12 @@ class HealthWatch:
             if need.normal
         }
         memory, usage = self._host.memory(worker), self._used(worker)
-        factors = self._factors(memory, usage, with_connections(answers, usage), run, generation)
+        grown = self._grown(run, generation) if worker else None
+        alone = worker is None
+        factors = self._factors(memory, usage, with_connections(answers, usage), grown, alone=alone)
         now_s = self._host.monotonic()
         judged = self._monitor.judge(factors, now_s)
-        self._check_s = judged.next_s
+        self.due_s = judged.next_s
         found = {factor.name: str(factor) for factor in factors}
         verdict, why = str(judged.verdict), judged.verdict.why
         self._keep(
@@ -5678,16 +5746,15 @@ class HealthWatch:
         memory: Memory | None,
         usage: Usage | None,
         answers: Mapping[str, Answer],
-        run: Run,
-        generation: int,
+        grown: Growth | None,
+        *,
+        alone: bool,
     ) -> list[Factor]:
-        grown = growth(
-            "connections", self._ledger.safe_points(run, generation).get("connections", ())
-        )
         free_bytes = self._host.free_bytes(self._config.state)
         own = [(DISK, disk_answer(free_bytes, self._config.min_free_bytes))]
         own.append((LEDGER, self._of_ledger))
-        pairs = [(need, answers[need.name]) for need in self._needs]
+        needs = [need._replace(critical=need.critical or alone) for need in self._needs]
+        pairs = [(need, answers[need.name]) for need in needs]
         databases = [pair for pair in pairs if pair[0].factor == "connections"]
         others = [pair for pair in pairs if pair[0].factor == "dependencies"]
         return [
@@ -5695,6 +5762,11 @@ class HealthWatch:
             connections_factor(databases, self._health, str(grown or "")),
             dependencies_factor(others + own, self._health),
         ]
+
+    def _grown(self, run: Run, generation: int) -> Growth | None:
+        """Return how a worker's connections grow from safe point to safe point, if they do."""
+        points = self._ledger.safe_points(run, generation)
+        return growth("connections", points.get("connections", ()))
 
     def _keep(self, record: Callable[[], object]) -> None:
         """Record something; a ledger that cannot be written is a finding of the next check."""
@@ -5749,7 +5821,25 @@ def examine(state: StateDirectory, config: Config, job: str | None, host: Host) 
         _, found, why, elapsed_s, *_ = _counted(need, answers[need.name])
         means, took_s = _consequence(need, found, health), round(elapsed_s, 6)
         rows.append(Examined(need.name, asked(need), found, why, means, took_s))
-    return rows
+    jobs = [each for name, each in config.jobs.items() if job in (None, name)]
+    return rows + [row for each in jobs for row in _slow_batches(state, each)]
+
+
+def _slow_batches(state: StateDirectory, job: JobConfig) -> Iterator[Examined]:
+    """Yield a warning if a stop of a job would often interrupt a batch."""
+    with (
+        contextlib.suppress(BatchrunError),
+        contextlib.closing(state.open_ledger(create=False, write=False)) as ledger,
+    ):
+        run = ledger.latest(job.name)
+        times = ledger.batch_times(run) if run else []
+        often_s = times[len(times) * 95 // 100] if times else 0.0
+        if often_s > job.stop_grace_s:
+            why = f"one of 20 takes {often_s:.3g} s or more; stop_grace is {job.stop_grace_s:g} s"
+            means = (
+                "a stop interrupts such a batch, which is done again: smaller ones, or more time"
+            )
+            yield Examined(job.name, f"batches of {job.name}", Wellness.BAD, why, means, 0.0)
 
 
 def _pressure(per_cent: float | None) -> Factor:
@@ -8777,10 +8867,11 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
     """Return how a run stands, after looking at its processes."""
     if run.finished:
         return Standing(run.state, "", f"batchrun report {run.id}")
-    if run.state in OWNED:
+    if run.state in OWNED or run.checks_at:
         owned = owned_standing(run, ledger.last_attempt(run), host)
         if owned is not None:
             return owned
+    if run.state in OWNED:
         why = "Its processes are gone without a word: killed, or the machine was switched off."
         run = run._replace(state=RunState.INTERRUPTED, reason="", error=why)
     answer = answer_to("tick", ledger, run)
@@ -8805,9 +8896,19 @@ def owned_standing(run: Run, attempt: Attempt | None, host: Host) -> Standing | 
     if alive[0] == owners[0]:
         waits = attempt is not None and attempt.may_be_followed
         why = f"{attempt.error}\nAnother attempt follows." if attempt and waits else ""
+        if run.checks_at:
+            why = kept_text(run, alive, host)
         return Standing(run.state, why, f"batchrun pause {run.id}")
     why = f"Its supervisor is gone; worker {alive[0].pid} commits its last batch and leaves."
     return Standing(run.state, why, f"batchrun resume {run.id}", is_due=True)
+
+
+def kept_text(run: Run, owners: Sequence[ProcessIdentity], host: Host) -> str:
+    """Return why a run is kept paused, by whom, and when that looks again whether it is well."""
+    left_s = seconds_between(host.now(), cast("str", run.checks_at))
+    when = f"in {duration_text(left_s)}" if left_s >= 1 else "now"
+    who = f"Process {owners[0].pid} keeps it, goes on when it is well, and checks again {when}."
+    return f"It is paused by health: {run.error}\n{who}"
 
 
 def only_unfinished(ledger: Ledger) -> Run:
@@ -9602,6 +9703,14 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #   poison         max_tries charged, and plan B is not to fail: the run awaits a person. A person's
 #                  `resume` begins to count anew, and so does every start of a failed run
 #
+# While a worker runs, health (section 7) is watched. A verdict to pause asks the worker to stop as
+# the first stop does, with the same stop_grace; no try is charged. Then, or where a check follows a
+# failure and says pause, the run is *paused by health*: its worker is gone, its supervisor keeps
+# it and the lock, checks on, and begins the next attempt when it is well. A failure that such a
+# check follows is excused: no try is charged. Past max_pause the run stays paused and a person is
+# told (13); the tick tries again. The time of pauses counts neither for retry_for nor for the rate.
+# No start waits for a check: a job that cannot work without what it needs fails, and is excused.
+#
 # A supervisor that is killed while it waits leaves the run to the next start, as interrupted.
 # The admission of every attempt asks whether maintenance closes the job, also of one that a
 # supervisor begins by itself. Where it does, a run that was going on is paused (75); a start is
@@ -9690,6 +9799,7 @@ class Supervisor:
     """Starts, watches and ends the attempts of one job's run."""
 
     _ledger: Ledger  # from `run` on
+    _health: HealthWatch
 
     def __init__(self, config: Config, launch: Launch, host: Host, watcher: Watcher) -> None:
         self._config, self._launch, self._host, self._watcher = config, launch, host, watcher
@@ -9701,6 +9811,8 @@ class Supervisor:
         self._who = f"supervisor {self._me.pid}"
         self._stops = StopCounter(host)
         self._patience = Patience(self._job_config, host)
+        self._shown = 0  # the event up to which the watcher was told
+        self._due_s = 0.0  # the check up to which a pause was recorded
         self._began_with: dict[int, int] = {}  # key of a run -> its batches when we admitted it
         self._nothing_lives = True  # of what our workers started
         self._admitted = 0  # attempts that began
@@ -9724,6 +9836,8 @@ class Supervisor:
                 return Outcome(self._stops.exit_code(), signalled=True)
             self._host.become_subreaper()
             self._code = code_digest()
+            self._health = HealthWatch(self._config, self._launch.job, self._ledger, self._host)
+            self._shown = self._ledger.newest_event()
             outcome = self._run_until_done()
             with contextlib.suppress(BatchrunError):  # what is recorded is durable already
                 self._ledger.empty_log()
@@ -9814,8 +9928,10 @@ class Supervisor:
         again = f" This is refusal {times} since its last success." if times > 2 else ""
         what = f"{self._launch.job} is busy: {who} runs it{since}.{again}"
         self._ledger.note(self._who, "refused: busy", what, job=self._launch.job)
+        run = self._ledger.unfinished(self._launch.job)
         return Busy(
             what,
+            why=kept_text(run, alive, self._host) if run and run.checks_at and alive else "",
             unchanged="Nothing was started; the refusal is recorded.",
             todo=f"See `batchrun status {self._launch.job}`.",
         )
@@ -9833,7 +9949,8 @@ class Supervisor:
             return Outcome(ExitCode.DONE)
         outcome = self._attempt(self._admit())
         while (run := outcome.run) is not None:
-            if run.state == RunState.RESERVED and not self._launch.in_process:
+            kept = run.state == RunState.RESERVED or run.checks_at
+            if kept and not self._launch.in_process:
                 outcome = self._attempt_again(run)
             elif run.fresh_in_a_row < self._job_config.max_fresh and self._found_another_source(
                 run
@@ -9965,15 +10082,48 @@ class Supervisor:
         return self._outcome(self._ledger.rest(run, reason, why))
 
     def _wait_to_begin(self, run: Run) -> tuple[Reason, str]:
-        """Wait as long as the last ending demands; return why not to begin even then, if so."""
+        """Wait as long as the last ending and health demand; return why not to begin even then."""
         until = self._host.monotonic() + self._patience.wait_s
         self._show(f"batch {run.number + 1} failed, try {run.tries + 1} comes next")
-        while not (rest := self._reason_to_rest(run))[0]:
-            left_s = until - self._host.monotonic()
-            if left_s <= 0:
-                break
-            self._stops.wait(min(left_s, WATCH_INTERVAL_S))
+        try:
+            while not (rest := self._reason_to_rest(run))[0]:
+                run = self._heed_health(run)
+                left_s = until - self._host.monotonic()
+                if left_s <= 0 and run.state == RunState.RESERVED:
+                    break
+                self._stops.wait(min(left_s if left_s > 0 else WATCH_INTERVAL_S, WATCH_INTERVAL_S))
+        finally:
+            self._health.end()
+            if more_s := self._patience.end_pause():
+                self._ledger.count_pause(run, more_s)
         return rest
+
+    def _heed_health(self, run: Run) -> Run:
+        """Keep a run paused while it is not well, and no longer."""
+        health, patience = self._health, self._patience
+        verdict = health.beat(run, run.generation, None)
+        self._say_what_is_new(run)
+        if not verdict.pause and run.state == RunState.PAUSED:
+            return self._ledger.end_pause(run, "it is well again")
+        if verdict.pause and (self._due_s != health.due_s or run.state == RunState.RESERVED):
+            self._due_s = health.due_s
+            checks_at = self._host.later(health.due_s - self._host.monotonic())
+            run = self._ledger.keep_paused(run, verdict.why, checks_at, patience.count_pause())
+            self._show(f"paused by health, checks again at {checks_at[11:19]}Z: {verdict.why}")
+        return run
+
+    def _look_for_cause(self, run: Run, generation: int, seen: AttemptEnd) -> bool:
+        """Check after a failure that may be retried; tell whether that excuses it."""
+        attempt = cast("Attempt", self._ledger.last_attempt(run))
+        if not (attempt.retry if attempt.ending else seen.retry):
+            return False
+        self._health.check_soon()
+        while not self._stops.count and self._health.is_due:
+            self._health.beat(run, generation, None)
+            if self._health.is_due:
+                self._stops.wait(WATCH_INTERVAL_S)
+        self._health.end()
+        return self._health.verdict.pause
 
     def _reason_to_rest(self, run: Run) -> tuple[Reason, str]:
         """Answer the one question between two attempts: may a new one begin? And if not, why."""
@@ -9983,30 +10133,53 @@ class Supervisor:
         if (request := self._ledger.run(run.key).request) is not None:
             return reason_of(request), ""
         self._require_open()
+        if self._patience.paused_s > self._job_config.max_pause_s:
+            limit = duration_text(self._job_config.max_pause_s)
+            return Reason.HEALTH, f"It was not well for {limit}: {self._health.verdict.why}"
         return Reason.NONE, ""
 
-    def _decide(self, run: Run, attempt: Attempt) -> After:
-        """Decide what follows an attempt: its ending says so, the next one, halves, or plan B."""
+    def _decide(self, run: Run, attempt: Attempt, unwell: str = "") -> After:
+        """Decide what follows an attempt: what its ending says, the next one, or plan B.
+
+        `unwell` is why the worker was asked to stop for the sake of health, if it was.
+        """
         patience = self._patience
         if attempt.ending == Ending.RECYCLED:
             patience.wait_s = 0.0
             return After(RunState.RESERVED, why=f"{attempt.error} A fresh worker goes on.")
+        if unwell and self._gave_way(run, attempt):
+            patience.wait_s = 0.0
+            return After(RunState.PAUSED, Reason.HEALTH, unwell)
         if attempt.retry and self._launch.in_process:
             return After(RunState.FAILED, why=attempt.error or "")
-        if not attempt.retry:
-            return after_ending(run, attempt)
+        return self._try_again(run, attempt) if attempt.retry else after_ending(run, attempt)
+
+    def _try_again(self, run: Run, attempt: Attempt) -> After:
+        """Decide what follows a failure: a pause until it is well, the next attempt, or plan B."""
+        patience = self._patience
         patience.lose(run)
-        is_over, after = patience.is_over(run), halved(run, attempt, self._job_config)
+        is_over, unwell = patience.is_over(run), self._health.verdict.pause
+        after = None if unwell else halved(run, attempt, self._job_config)
         if after and (is_over or self._job_config.isolate or run.size is not None):
             patience.wait_s = 0.0
         elif is_over:
             return plan_b(run, attempt, self._job_config)
+        elif unwell:
+            why = f"{attempt.error} No try is charged: {self._health.verdict.why}"
+            after = After(RunState.PAUSED, Reason.HEALTH, why)
         else:
             tries = f"try {run.tries + 1} of {self._job_config.max_tries}"
             why = f"{attempt.error} The next attempt begins in {patience.wait_s:.1f} s: {tries}."
             after = After(RunState.RESERVED, why=why)
         self._watcher.say(after.why)
         return after
+
+    def _gave_way(self, run: Run, attempt: Attempt) -> bool:
+        """Tell whether an attempt ended because it was asked to for the sake of health alone."""
+        by_stop = attempt.ending == Ending.STOPPED
+        by_kill = attempt.ending == Ending.DIED and attempt.exit_code == ExitCode.FAILED
+        others = self._stops.count or run.request or attempt.retry is not None
+        return (by_stop or by_kill) and not others
 
     # -- one attempt ---------------------------------------------------------------------------
 
@@ -10025,7 +10198,6 @@ class Supervisor:
         order = self._order(run, generation)
         if self._launch.in_process:
             return self._attempt_in_process(admission, order)
-        shown = self._ledger.newest_event()
         self._nothing_lives = False
         try:
             worker = WorkerProcess(order, self._state.log_path(run), run, self._host)
@@ -10033,11 +10205,13 @@ class Supervisor:
             self._nothing_lives = True
             seen = letter_end(refusal)._replace(ending=Ending.DIED)
             return self._outcome(self._ledger.settle(run, generation, seen))
-        self._watch(worker, run, shown)
+        self._watch(worker, run)
         self._nothing_lives = worker.end_group()
         ended = {"signal": worker.ended_by, "peak_rss_bytes": worker.peak_rss_bytes}
         seen = worker.seen_end(self._ledger.run(run.key))
-        run = self._ledger.settle(run, generation, seen, self._decide, **ended)
+        excused = self._look_for_cause(run, generation, seen)
+        decide = functools.partial(self._decide, unwell=worker.unwell)
+        run = self._ledger.settle(run, generation, seen, decide, excused=excused, **ended)
         if run.state == RunState.RESERVED and not self._nothing_lives:
             run = self._ledger.rest(run, Reason.RETRY, "What its worker left behind still lives.")
         self._watcher.progress(run)
@@ -10053,13 +10227,13 @@ class Supervisor:
 
     def _clean_and_cancel(self, run: Run) -> Outcome:
         """Let a worker call what is pending of a run's job; then cancel the run if that is due."""
-        ledger, host, shown = self._ledger, self._host, self._ledger.newest_event()
+        ledger, host = self._ledger, self._host
         generation = ledger.begin_cleaning(run, self._me, self._who)
         order, ended = self._order(run, generation)._replace(cleans=True), {}
         self._nothing_lives = False
         try:
             worker = WorkerProcess(order, self._state.log_path(run), run, host)
-            self._watch(worker, ledger.run(run.key), shown)
+            self._watch(worker, ledger.run(run.key))
             self._nothing_lives, seen = worker.end_group(), worker.seen_end(run)
             ended = {"signal": worker.ended_by, "peak_rss_bytes": worker.peak_rss_bytes}
         except BatchrunError as refusal:
@@ -10112,23 +10286,36 @@ class Supervisor:
         run, generation = admission.run, admission.generation
         return self._outcome(self._ledger.settle(run, generation, end, self._decide))
 
-    def _watch(self, worker: WorkerProcess, run: Run, shown: int) -> None:
-        """Wait for the worker, pass stops on to it, show progress and what is said from now on."""
-        ended = False
+    def _watch(self, worker: WorkerProcess, run: Run) -> None:
+        """Wait for the worker, look after its health, pass stops on to it, show what it does."""
+        ended, generation = False, run.generation
         while not ended:
             ended = worker.has_ended()
-            for event in self._ledger.events(run, what=SAID, after=shown):
-                self._watcher.say(event.why)
-                shown = event.id
+            self._say_what_is_new(run)
             if not ended:
                 run = self._ledger.run(run.key)
                 self._watcher.progress(run)
                 self._show(doing_text(run, self._stops.count))
                 self._stops.wait(WATCH_INTERVAL_S)
+                if run.state in OWNED:
+                    self._look_after(worker, run, generation)
                 releases_until = self._ledger.releases_until(run)
                 self._pass_stops_on(worker, releases_until)
                 if releases_until is None:
                     self._limit_batch(worker, self._ledger.run(run.key))
+        self._health.end()
+
+    def _look_after(self, worker: WorkerProcess, run: Run, generation: int) -> None:
+        """Take note of the first verdict to pause; a worker that was asked to stop does so."""
+        verdict = self._health.beat(run, generation, worker.pid)
+        if verdict.pause and not worker.unwell:
+            worker.unwell, worker.unwell_at = verdict.why, self._host.monotonic()
+
+    def _say_what_is_new(self, run: Run) -> None:
+        """Show the lines for people that were recorded since the last time."""
+        for event in self._ledger.events(run, what=SAID, after=self._shown):
+            self._watcher.say(event.why)
+            self._shown = event.id
 
     def _limit_batch(self, worker: WorkerProcess, run: Run) -> None:
         """Interrupt a batch that does not commit in time; kill its worker if that is no use."""
@@ -10143,13 +10330,14 @@ class Supervisor:
 
     def _pass_stops_on(self, worker: WorkerProcess, releases_until: float | None) -> None:
         """Ask the worker as strongly as the stops so far demand; see the head of this section."""
-        stops, waited_s = self._stops.count, self._stops.waited_s()
+        stops = self._stops.count or int(bool(worker.unwell))
+        waited_s = max(self._stops.waited_s(), worker.unwell_s(self._host.monotonic()))
         grace_s, cleans = self._job_config.stop_grace_s, releases_until is not None
         more_s = min(grace_s, KILL_AFTER_INTERRUPT_S)
         left_s = grace_s - waited_s + more_s
         if releases_until is not None:
             left_s = releases_until - self._host.monotonic() + more_s
-        if stops:
+        if self._stops.count:
             self._host.systemd.extend(left_s + 2 * ORPHAN_GRACE_S)
         if cleans and left_s < 0:
             worker.killed_for = "The worker did not end its cleanups, and was killed."
@@ -10172,7 +10360,7 @@ class Supervisor:
         code = ExitCode(attempt.exit_code or ExitCode.DONE)
         if run.state == RunState.SUCCEEDED:
             return Outcome(code, run, attempt.error or "")
-        if run.state == RunState.AWAITING or run.reason == Reason.RETRY:
+        if run.state == RunState.AWAITING or run.reason in (Reason.RETRY, Reason.HEALTH):
             return Outcome(ExitCode.PERSON_NEEDED, run, self._letter(run, attempt))
         asked = code if code == ExitCode.INTERRUPTED else self._stops.exit_code()
         if run.state == RunState.PAUSED and run.reason == Reason.MAINTENANCE:
@@ -10189,7 +10377,8 @@ class Supervisor:
 
     def _letter(self, run: Run, attempt: Attempt) -> str:
         """Return what happened, what stands, and what to type."""
-        said = run.error if run.reason in (Reason.POISON, Reason.RETRY) else letter_text(attempt)
+        of_run = run.reason in (Reason.POISON, Reason.RETRY, Reason.HEALTH)
+        said = run.error if of_run else letter_text(attempt)
         text = f"{run.job}: run {run.id} {run.state}.\n{said}"
         if not attempt.unchanged:
             text += f"\nCommit {run.number} stands: {run.read:,} records are done."
@@ -10208,6 +10397,8 @@ def doing_text(run: Run, stops: int) -> str:
 class Patience:
     """For how long one batch is tried again, and how long to wait before its next try.
 
+    Pauses for health are counted here, and are no time in which the batch is tried.
+
     Attributes:
         wait_s: before the next attempt.
     """
@@ -10215,6 +10406,8 @@ class Patience:
     def __init__(self, job_config: JobConfig, host: Host) -> None:
         self._job_config, self._host = job_config, host
         self._number, self._losses, self._since = -1, 0, 0.0
+        self._paused_at: float | None = None
+        self._counted_at = 0.0  # up to here the pause is in the run's row
         self.wait_s = 0.0
 
     def lose(self, run: Run) -> None:
@@ -10233,6 +10426,26 @@ class Patience:
         options = self._job_config
         tried_for_s = self._host.monotonic() - self._since
         return run.tries >= options.max_tries or tried_for_s >= options.retry_for_s
+
+    @property
+    def paused_s(self) -> float:
+        """For how long the pause has lasted; 0 if there is none."""
+        return 0.0 if self._paused_at is None else self._host.monotonic() - self._paused_at
+
+    def count_pause(self) -> float:
+        """Begin or go on to count a pause; return the seconds since it was last counted."""
+        now = self._host.monotonic()
+        if self._paused_at is None:
+            self._paused_at = self._counted_at = now
+        more_s, self._counted_at = now - self._counted_at, now
+        self._since += more_s
+        return more_s
+
+    def end_pause(self) -> float:
+        """End the pause, if there is one; return the seconds since it was last counted."""
+        more_s = 0.0 if self._paused_at is None else self.count_pause()
+        self._paused_at = None
+        return more_s
 
 
 def halved(run: Run, attempt: Attempt, options: JobConfig) -> After | None:
@@ -10382,6 +10595,7 @@ class WorkerProcess:
         self._exit, self.peak_rss_bytes = 0, 0
         self.killed_for = "The worker did not stop when it was asked to, and was killed."
         self.overdue: LateBatch | None = None
+        self.unwell, self.unwell_at = "", 0.0  # why it is to stop for the sake of health, and when
         self._open = (run.number, host.monotonic())  # since when the batch after it is open
         self._oom_kills = host.oom_kills()
         self._strangers = set(host.children())  # of whoever became this process by exec
@@ -10404,6 +10618,10 @@ class WorkerProcess:
             os.close(log)
         self.pid = self._process.pid
         reach("worker.started")
+
+    def unwell_s(self, now_s: float) -> float:
+        """Return the time since the worker is to stop for the sake of health; 0 if it is not."""
+        return now_s - self.unwell_at if self.unwell else 0.0
 
     def has_ended(self) -> bool:
         """Tell whether the worker is gone, and keep how."""
@@ -11039,6 +11257,7 @@ def summarise_job(
         "needs_someone": standing.needs_someone or bool(stuck),
         "cleanups": [finding._asdict() for finding in stuck],
         "deferred_since": run and run.deferred and run.deferred["at"],
+        "paused_s": run and run.paused_s,
     }
 
 
@@ -11208,6 +11427,8 @@ def render_one_status(job: dict[str, Any]) -> str:
         lines.append(f"  records       {of_all_text(job)}")
     lines.append(f"  last success  {moment_text(job['last_success'])}")
     lines.append(f"  skipped       {job['refused_since_success']} starts since")
+    if job["paused_s"]:
+        lines.append(f"  paused        {duration_text(job['paused_s'])} by health")
     lines += [f"  why           {line}" for line in job["why"].splitlines()]
     return "\n".join([*lines, f"to type: {job['next']}", *render_stuck(job)])
 
@@ -11221,6 +11442,8 @@ def render_report(summary: dict[str, Any]) -> str:
     lines.append(f"  records   {counts_text(summary)}")
     lines.append(f"  commits   {summary['number']}, of them {summary['batches']} batches")
     lines.append(f"  time      {time_text(summary)}")
+    if summary["paused_s"]:
+        lines.append(f"  paused    {duration_text(summary['paused_s'])} by health")
     if summary["error"]:
         lines.append(f"  error     {summary['error']}")
     lines.append("attempts")
@@ -11414,6 +11637,7 @@ class Console:
         self._host = host
         self._drawn = False  # whether a live line is there now
         self._began: tuple[float, int] | None = None  # when progress was first shown, and records
+        # the clock of it stands still while a run is paused by health
         self._written = (0, 0.0)  # the tenth of the last plain line, and when
 
     @property
@@ -11447,7 +11671,7 @@ class Console:
 
     def progress(self, run: Run) -> None:
         """Draw the live line anew, or write a line now and then: each tenth, and each minute."""
-        now = self._host.monotonic()
+        now = self._host.monotonic() - run.paused_s
         self._began = self._began or (now, run.read)
         began, read_before = self._began
         rate = (run.read - read_before) / (now - began) if now > began else 0.0

@@ -399,7 +399,7 @@ def test_everything_wrong_with_health_is_in_one_letter(tmp_path: Path) -> None:
     )
     assert found == (
         "The config file F/batchrun.toml cannot be used.\n"
-        '- [health] check_interval = "0s": at least 1 s is wanted\n'
+        '- [health] check_interval = "0s": at least 0.1 s is wanted\n'
         "- [health] bad_in_a_row = 0: a whole number from 1 to 100 is wanted\n"
         '- [health] critical = ["memori"]: "memory" or "connections" or "dependencies" is wanted\n'
         "- [health] sample_interva: there is no such key or table; did you mean sample_interval?\n"

@@ -37,6 +37,8 @@ RUN = Run(
     retry_of=None,
     tried=None,
     tries=0,
+    paused_s=0.0,
+    checks_at=None,
     deferred=None,
     size=None,
 )

@@ -19,22 +19,22 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
     "Vocabulary": 515,
-    "Host": 680,
+    "Host": 685,
     "Configuration": 995,
     "Checkpoints": 355,
-    "Ledger": 1_895,
+    "Ledger": 1_945,
     "Locks and maintenance": 415,
-    "Health": 845,
+    "Health": 875,
     "Jobs": 2_430,
     "Operations": 200,
-    "Recovery": 600,
+    "Recovery": 610,
     "Worker": 740,
-    "Supervisor": 1_380,
-    "Reports": 400,
-    "Command line": 1_050,
+    "Supervisor": 1_495,
+    "Reports": 405,
+    "Command line": 1_055,
 }
 COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 12_501  # must stay under
+LINES_IN_ALL = 12_721  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

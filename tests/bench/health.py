@@ -79,7 +79,7 @@ def main() -> None:
         watch = batchrun.HealthWatch(config, "copy", ledger, host)
 
         def sample() -> None:
-            watch._sample_s, watch._check_s = host.monotonic(), host.monotonic() + 1e9
+            watch._sample_s, watch.due_s = host.monotonic(), host.monotonic() + 1e9
             watch.beat(run, run.generation, os.getpid())
 
         def check() -> None:
@@ -91,7 +91,7 @@ def main() -> None:
                 host.sleep(batchrun.WATCH_INTERVAL_S)
 
         def idle() -> None:
-            watch._check_s = watch._sample_s = host.monotonic() + 1e9
+            watch.due_s = watch._sample_s = host.monotonic() + 1e9
             for _ in range(1000):
                 watch.beat(run, run.generation, os.getpid())
 
