@@ -2898,7 +2898,7 @@ ADD_PAUSE = "UPDATE run SET paused_s = paused_s + ? WHERE key = ?"
 # A record that was found bad is tried once more: it may have been mended.
 TRY_ANEW = "UPDATE run SET tries = 0, size = max(size, 1) WHERE key = :key"
 ARM = """UPDATE run SET tries = iif(tried IS :tried, tries, 0), tried = :tried WHERE key = :key"""
-SAID = "said"  # an event whose `why` is a line for people
+SAID, LEAK = "said", "said (leak)"  # events whose `why` is a line for people
 REFUSED, DEFERRED = "refused: maintenance", "deferred"
 REMOVED, CHANGED = "removed by hand", "changed by hand"
 LINK_COLUMNS = ("first_key", "last_key", "read", "rejected", "counts", "elapsed_s")
@@ -5668,6 +5668,7 @@ class HealthWatch:
         was_well = run is None or run.reason != Reason.HEALTH
         self.due_s = now_s + self._health.check_interval_s * was_well
         self._of_ledger = Answer(LEDGER.name, Wellness.OK, "")
+        self._leaks: set[tuple[int, str]] = set()  # that were named: generation and gauge
 
     @property
     def verdict(self) -> Verdict:
@@ -5739,7 +5740,7 @@ class HealthWatch:
             )
         )
         if judged.told:
-            self._keep(lambda: self._ledger.note("health", SAID, judged.told, run=run))
+            self._tell(run, SAID, judged.told)
 
     def _factors(
         self,
@@ -5764,9 +5765,17 @@ class HealthWatch:
         ]
 
     def _grown(self, run: Run, generation: int) -> Growth | None:
-        """Return how a worker's connections grow from safe point to safe point, if they do."""
+        """Name what leaks, once a gauge and attempt; return the growth of connections, if any."""
         points = self._ledger.safe_points(run, generation)
-        return growth("connections", points.get("connections", ()))
+        found = {gauge: grown for gauge in points if (grown := growth(gauge, points[gauge]))}
+        for gauge, grown in found.items():
+            if (generation, gauge) not in self._leaks:
+                self._leaks.add((generation, gauge))
+                self._tell(run, LEAK, str(grown))
+        return found.get("connections")
+
+    def _tell(self, run: Run, what: str, line: str) -> None:
+        self._keep(lambda: self._ledger.note("health", what, line, run=run))
 
     def _keep(self, record: Callable[[], object]) -> None:
         """Record something; a ledger that cannot be written is a finding of the next check."""
@@ -10313,7 +10322,7 @@ class Supervisor:
 
     def _say_what_is_new(self, run: Run) -> None:
         """Show the lines for people that were recorded since the last time."""
-        for event in self._ledger.events(run, what=SAID, after=self._shown):
+        for event in self._ledger.events(run, what=f"{SAID}%", after=self._shown):
             self._watcher.say(event.why)
             self._shown = event.id
 
@@ -11239,6 +11248,7 @@ def summarise_job(
     success: Run | None,
     refused: int,
     stuck: Sequence[Finding] = (),
+    leaks: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return how a job stands as one JSON document."""
     return {
@@ -11258,6 +11268,7 @@ def summarise_job(
         "cleanups": [finding._asdict() for finding in stuck],
         "deferred_since": run and run.deferred and run.deferred["at"],
         "paused_s": run and run.paused_s,
+        "leaks": list(leaks),
     }
 
 
@@ -11427,6 +11438,7 @@ def render_one_status(job: dict[str, Any]) -> str:
         lines.append(f"  records       {of_all_text(job)}")
     lines.append(f"  last success  {moment_text(job['last_success'])}")
     lines.append(f"  skipped       {job['refused_since_success']} starts since")
+    lines += [f"  leak          {line}" for line in job["leaks"]]
     if job["paused_s"]:
         lines.append(f"  paused        {duration_text(job['paused_s'])} by health")
     lines += [f"  why           {line}" for line in job["why"].splitlines()]
@@ -11930,7 +11942,9 @@ def status_command(app: App, *, name: str | None) -> ExitCode:
             refused = ledger.refused_since_success(job)
             found = [c for c in ledger.stuck_cleanups() if c.job == job]
             stuck = [stuck_cleanup(ledger, cleanup) for cleanup in found]
-            jobs.append(summarise_job(job, run, stands, ledger.last_success(job), refused, stuck))
+            leaks = [event.why for event in ledger.events(run, what=LEAK)] if run else []
+            success = ledger.last_success(job)
+            jobs.append(summarise_job(job, run, stands, success, refused, stuck, leaks))
         drain = ledger.drain_of(ledger.barrier())
     lockfile = app.state.maintenance.find()
     text = render_one_status(jobs[0]) if name else render_status(jobs, app.host.now())

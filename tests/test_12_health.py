@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, cast
 
 import pytest
@@ -463,6 +464,45 @@ def test_k27_a_run_is_paused_while_another_process_takes_the_memory(
     assert well.startswith("health: go on: well; well again: memory: ")
 
 
+# --- leaks ----------------------------------------------------------------------------------------
+
+
+def test_a_leak_is_named_once_with_its_slope_and_shown(project: Project, feed: Feed) -> None:
+    job = """
+    from pathlib import Path
+    import time
+    from batchrun import job
+
+    held = []
+
+    @job
+    def sync(ctx):
+        for batch in ctx.batches(list(range(20))):
+            held.append(b"x" * 3_000_000)
+            while batch.number == 20 and not Path("go").exists():
+                time.sleep(0.002)
+            yield batch
+    """
+    write(project, feed.port)
+    text = (project.folder / "batchrun.toml").read_text()
+    project.write(text.replace("batch_size = 5", "batch_size = 1"), sync=dedent(job))
+    process = project.start("-v", "run", "sync")
+    ledger = project.state / "ledger.db"
+    named = "SELECT why FROM event WHERE what = 'said (leak)'"
+    wait_for(lambda: ledger.exists() and rows(project, named), "the leak's name")
+    seen = checks(project)
+    wait_for(lambda: checks(project) > seen + 2, "more checks")
+    status = project.run("status", "sync")
+    let_go(project)
+    ended = project.finish(process)
+    assert ended.code == 0
+    ((why,),) = rows(project, named)
+    words = r"rss grew (2\.9|3\.\d) MB a batch over 12 batches"
+    assert re.fullmatch(words, why), why
+    assert ended.err.count(why) == project.run("report", "sync").out.count(why) == 1
+    assert re.search(f"  leak          {words}\n", status.out)
+
+
 # --- a run that is well ---------------------------------------------------------------------------
 
 
@@ -672,3 +712,4 @@ def test_connections_of_a_worker_that_is_gone_do_not_keep_its_run_paused(
             return watch.beat(run, run.generation, worker).pause
 
         assert [pauses(os.getpid()), pauses(None), pauses(None)] == [True, True, False]
+    assert "connections grew 1 a batch over 12 batches" in said(project)

@@ -24,7 +24,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Checkpoints": 355,
     "Ledger": 1_945,
     "Locks and maintenance": 415,
-    "Health": 875,
+    "Health": 885,
     "Jobs": 2_430,
     "Operations": 200,
     "Recovery": 610,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 1_055,
 }
 COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 12_721  # must stay under
+LINES_IN_ALL = 12_731  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
