@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import apsw
@@ -15,6 +14,7 @@ from conftest import LAUNCH, ROOT, Ended, Project, clean_environment, wait_for
 from test_11_worker import at, rows, worker_of
 from test_12_supervisor import error_output
 from test_maintenance import LONG, Crowd, crowd_in, held, ledger_of, lockfile
+from test_stopping import is_gone
 
 from batchrun import Drainer, DrainWish, Host, Run, load_config
 
@@ -283,7 +283,7 @@ def test_an_orphan_needs_a_person_and_is_never_called_stopped(shop: Project) -> 
     assert stands(shop) == {"sync": "orphaned"}
     assert f"to end it: batchrun cancel --kill {run_id(shop)}\n" in ended.out
     let_go(shop)
-    wait_for(lambda: not Path(f"/proc/{worker}").exists(), "the orphan to leave")
+    wait_for(lambda: is_gone(worker), "the orphan to leave")
     assert shop.run("drain").code == 0
     assert stands(shop) == {"sync": "stopped"}
     finish(shop)
@@ -565,12 +565,17 @@ def test_a_drain_while_a_start_is_held_in_its_admission(
     shop: Project, point: str, code: int
 ) -> None:
     reads = prepare_scene(shop)
+    hold(shop)  # so that it cannot end before it is asked
     start = shop.start("run", "sync", env=at(f"{point}=stop"))
     held(start.pid)
     drain = shop.start("drain")
-    if "admit.commit" not in point and point != "admit.judged":
+    if code == 12:
         wait_for(lambda: "waiting for reads" in error_output(shop, drain), "the drain to wait")
     start.send_signal(signal.SIGCONT)
+    if code == 75:
+        sql = "SELECT 1 FROM run WHERE job = 'sync' AND request = 'drain' OR reason = 'drain'"
+        wait_for(lambda: rows(shop, sql), "the drain to ask")
+    let_go(shop)
     assert shop.finish(start).code == code
     end_scene(shop, reads, drain)
 
