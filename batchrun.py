@@ -4057,11 +4057,10 @@ class Ledger:
             self._event(run, who, f"approved: {name}", told)
 
     def cancel(self, run: Run, who: str, why: str) -> None:
-        """Cancel a run that nobody owns, unless it has succeeded; the caller holds the lock."""
+        """Cancel a run that nobody owns, unless it is finished; the caller holds the lock."""
         with self._writing():
-            was_owned = self.run(run.key).state in OWNED
             run = self._left(run, who)
-            if not (was_owned and run.finished):
+            if not run.finished:
                 self._cancel(run, who, why)
 
     def _cancel(self, run: Run, who: str, why: str) -> Run:

@@ -512,8 +512,19 @@ def test_a_cancel_supersedes_every_owner(ledger: Ledger) -> None:
     ledger.cancel(run, "a person", "not needed")
     with pytest.raises(LostOwnership):
         commit(ledger, run)
-    with pytest.raises(IllegalTransition, match="Run r1 is cancelled; there is no edge"):
-        ledger.cancel(run, "a person", "again")
+
+
+@pytest.mark.parametrize("end", [RunState.CANCELLED, RunState.SUCCEEDED])
+def test_a_run_that_finished_meanwhile_is_neither_cancelled_nor_paused(
+    ledger: Ledger, end: RunState
+) -> None:
+    run = opened(ledger)
+    with ledger._writing():
+        ledger._move(run, end, who="a test")
+    before = everything(ledger)
+    ledger.cancel(run, "a person", "too late")
+    ledger.pause(run, "a person")
+    assert everything(ledger) == before
 
 
 def test_a_run_that_nobody_owns_is_paused_by_a_person(ledger: Ledger) -> None:
