@@ -4111,6 +4111,7 @@ class Ledger:
         self._change(run, RunState.RESERVED)
         why = why or f"a person paused it; it was {run.state}"
         self._move(self.run(run.key), RunState.PAUSED, who=who, why=why, reason=reason)
+        self._set_run(run, error=run.error)  # what it stood on before is still to be mended
 
     def adopt(self, checkpoint: Checkpoint, who: str) -> None:
         """Take a run over from its checkpoint alone, as a person decided; see `repair`.

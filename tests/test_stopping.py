@@ -293,6 +293,8 @@ def test_a_run_paused_while_idle_goes_on_by_a_person(project: Project) -> None:
     assert project.run("run", "sync").code == 1
     shown = project.run("pause", "sync")
     assert shown.out == f"run {run_id(project)} of sync is paused\n"
+    told = project.run("status", "sync").out
+    assert "ValueError: no" in told, told  # the failure that it was paused on
     write_job(project)
     assert project.run("run", "sync").code == 13
     finish_after(project, 0)
