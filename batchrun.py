@@ -545,7 +545,7 @@ class Drain(NamedTuple):
     deadline_s: float
     ended_at: str | None
     exit_code: int | None  # None as long as it goes on, or if it was killed
-    report: dict[str, Any] | None  # how it ended: an Account's until, runs, counted
+    report: dict[str, Any] | None  # how it ended: an Account, but for its barrier
 
 
 class Reject(NamedTuple):
@@ -11062,17 +11062,18 @@ class Drainer:
         """Record how every run was found, and what follows from it."""
         account = self._look(self._ledger.barrier_of(self._drain))
         runs = [each._asdict() for each in account.runs]
-        kept = {"until": account.until, "runs": runs, "counted": account.counted}
+        kept = account._asdict() | {"runs": runs}
+        del kept["barrier"]  # the drain's own row names it
         code = self._code(account)
         return self._ledger.end_drain(self._drain, self._who, code, find, kept)
 
     def account(self, drain: Drain) -> Account:
         """Return what a drain is held to: as kept if it has ended, else as it is now."""
-        found, kept = self._look(self._ledger.barrier_of(drain)), drain.report
+        barrier, kept = self._ledger.barrier_of(drain), drain.report
         if kept is None:
-            return found
+            return self._look(barrier)
         runs = [Drained(**each) for each in kept["runs"]]
-        return found._replace(runs=runs, counted=kept["counted"], until=kept["until"])
+        return Account(barrier=barrier, **{**kept, "runs": runs})
 
     def _look(self, barrier: Barrier) -> Account:
         """Return what there is to account for now."""
@@ -11373,7 +11374,8 @@ def render_drain(summary: dict[str, Any]) -> str:
     only = f", only {', '.join(barrier['scopes'])}" if barrier["scopes"] else ""
     classes = " + ".join(f"{count} {name}" for name, count in sums.items())
     by = f"{barrier['who']}{reason}{only}"
-    between = f"event {barrier['opened']} and {barrier['closed'] or 'now'}"
+    end = "the drain's end" if summary["ended_at"] else "now"
+    between = f"event {barrier['opened']} and {end}"
     behind = [f"{job}: run {run}, event {at}" for job, run, _, at in summary["admitted_behind"]]
     starts = (f"{row['starts']} of {row['job']} {row['done']}" for row in rows)
     return "\n".join(
