@@ -505,9 +505,8 @@ class Event(NamedTuple):
 class Lockfile(NamedTuple):
     """The maintenance lockfile as it was found."""
 
-    device: int  # with the next two, what tells it from a later one of that name; 0 if unknown
+    device: int  # with the next one, what tells it from another one of that name; 0 if unknown
     inode: int
-    changed_ns: int
     since: str  # wall time of its last writing; empty if it cannot be looked at
     by: str  # who, as it says, else its owner
     reason: str
@@ -522,7 +521,6 @@ class Barrier(NamedTuple):
     id: int
     device: int
     inode: int
-    changed_ns: int
     at: str
     who: str
     reason: str
@@ -533,6 +531,11 @@ class Barrier(NamedTuple):
     closed: int | None  # the event after which starts are admitted again
     closed_at: str | None
     closed_why: str | None
+
+    def is_of(self, found: Lockfile | None) -> bool:
+        """Tell whether a lockfile is still the one of this barrier, and closes the same."""
+        mine = (self.device, self.inode, self.scopes)
+        return found is not None and mine == (found.device, found.inode, found.scopes)
 
 
 class Drain(NamedTuple):
@@ -2808,7 +2811,7 @@ CREATE INDEX cleanup_of_run ON cleanup (run, id);
 CREATE INDEX pending_cleanup ON cleanup (run, id) WHERE done_at IS NULL;
 CREATE TABLE barrier (
   id INTEGER PRIMARY KEY AUTOINCREMENT,
-  device INTEGER NOT NULL, inode INTEGER NOT NULL, changed_ns INTEGER NOT NULL,
+  device INTEGER NOT NULL, inode INTEGER NOT NULL,
   at TEXT NOT NULL, who TEXT NOT NULL, reason TEXT NOT NULL, until TEXT,
   scopes TEXT NOT NULL DEFAULT '[]', opened INTEGER NOT NULL REFERENCES event,
   overdue INTEGER REFERENCES event, closed INTEGER REFERENCES event, closed_at TEXT, closed_why TEXT
@@ -3463,17 +3466,19 @@ class Ledger:
     def _know_barrier(self, found: Lockfile | None, who: str) -> None:
         """Let the rows say what was found; the lockfile decides, whoever made or removed it."""
         barrier = self.barrier()
-        if barrier and (found is None or found[:3] != (*barrier[1:4],)):
+        if barrier and not barrier.is_of(found):
             self._close_barrier(barrier, who, REMOVED if found is None else CHANGED)
             barrier = None
         if found is None:
             return
+        told: dict[str, object] = {name: getattr(found, name) for name in ("reason", "until")}
+        told["who"] = found.by
         if barrier is None:
-            names = ("device", "inode", "changed_ns", "reason", "until", "scopes")
-            told = {name: getattr(found, name) for name in names}
+            told |= {name: getattr(found, name) for name in ("device", "inode", "scopes")}
             opened = self._event(None, who, "maintenance on", found.reason)
-            at = found.since or self._host.now()
-            self._insert("barrier", at=at, who=found.by, opened=opened, **told)
+            self._insert("barrier", at=found.since or self._host.now(), opened=opened, **told)
+        elif any(getattr(barrier, name) != value for name, value in told.items()):
+            self._set("barrier", {"closed": None}, **told)
         if found.overdue and (barrier is None or barrier.overdue is None):
             event = self._event(None, who, "maintenance overdue", found.overdue)
             self._set("barrier", {"closed": None}, overdue=event)
@@ -4626,7 +4631,9 @@ def _back_up(connection: apsw.Connection, target: Path) -> None:
 #
 # Killed anywhere in between it is fully on or fully off, for the name decides. The rows follow it:
 # who meets a lockfile that no row knows makes its row; who finds it gone ("removed by hand"), or
-# another by device, inode or ctime in its place ("changed by hand"), closes the row first.
+# another by device and inode in its place, or one that closes something else ("changed by hand"),
+# closes the row first. One that was touched, or says another reason, is the same barrier; so is one
+# made anew in the same inode before anybody looked, since nothing was admitted meanwhile.
 #
 # A lockfile closes everything unless it is JSON with a list of scopes, all of which are understood.
 # The version of a job is known only after its import: `version:NAME<N` lets the admission pass and
@@ -4720,13 +4727,12 @@ class Maintenance:
             return None
         except OSError as error:
             why = f"it cannot be looked at: {error.strerror}"
-            return Lockfile(0, 0, 0, "", "somebody", why, None, [], "")
+            return Lockfile(0, 0, "", "somebody", why, None, [], "")
         said = self._contents() if stat.S_ISREG(found.st_mode) else {}
         since, until = _moment_text(found.st_mtime_ns), _moment(said.get("until"))
         return Lockfile(
             device=found.st_dev & sys.maxsize,  # some are unsigned, SQLite's integers are not
             inode=found.st_ino & sys.maxsize,
-            changed_ns=found.st_ctime_ns,
             since=since,
             by=_one_line(said.get("by")) or self._host.user_name(found.st_uid),
             reason=_one_line(said.get("reason")),
@@ -10973,8 +10979,7 @@ class Drainer:
         return self._end(find)
 
     def _is_up(self, barrier: Barrier) -> bool:
-        found = self._state.maintenance.find()
-        return found is not None and found[:3] == barrier[1:4]
+        return barrier.is_of(self._state.maintenance.find())
 
     def _limit_s(self, wish: DrainWish) -> float:
         """Return how long to wait past the deadline, for those that are interrupted."""

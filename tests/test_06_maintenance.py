@@ -295,8 +295,8 @@ def test_on_writes_a_private_lockfile_and_its_row(door: Maintenance, ledger: Led
     said = {"by": "ann", "reason": "deploy 12", "since": NOON, "until": until}
     assert json.loads(door.path.read_text()) == {**said, "scopes": ["job:sync"]}
     row = barriers(ledger)[0]
-    assert row[1:4] == found[:3] == (seen.st_dev, seen.st_ino, seen.st_ctime_ns)
-    assert row[5:9] == ("ann", "deploy 12", until, ["job:sync"])
+    assert row[1:3] == found[:2] == (seen.st_dev, seen.st_ino)
+    assert row[4:8] == ("ann", "deploy 12", until, ["job:sync"])
     assert (row.opened, row.closed) == (1, None)
     assert [path.name for path in door.path.parent.glob(".*")] == []
 
@@ -304,7 +304,6 @@ def test_on_writes_a_private_lockfile_and_its_row(door: Maintenance, ledger: Led
 def test_a_second_on_is_refused_and_changes_nothing(door: Maintenance, ledger: Ledger) -> None:
     begin(door, ledger)
     os.utime(door.path, (NOON_S, NOON_S))
-    ledger.refuse("sync", "me", "no", door.find)  # utime changed the ctime: the row follows
     before = door.path.read_bytes(), barriers(ledger), told(ledger)
     with pytest.raises(MaintenanceOn) as refusal:
         begin(door, ledger, "job:sync")
@@ -391,13 +390,45 @@ def test_another_lockfile_in_the_place_of_the_known_one_is_another_barrier(
     door: Maintenance, ledger: Ledger
 ) -> None:
     begin(door, ledger)
-    door.path.unlink()
+    door.path.rename(door.path.with_name("kept"))  # so that its inode is not used again
     door.path.touch()
     ledger.refuse("sync", "me", "no", door.find)
     first, second = barriers(ledger)
     assert (first.closed_why, second.closed, second.who) == ("changed by hand", None, "bob")
     assert first.closed is not None
     assert first.closed < second.opened
+
+
+def test_a_lockfile_touched_again_is_the_same_barrier(door: Maintenance, ledger: Ledger) -> None:
+    begin(door, ledger)
+    door.path.touch()
+    door.path.chmod(0o640)
+    ledger.refuse("sync", "me", "no", door.find)
+    (row,) = barriers(ledger)
+    assert (row.closed, row.reason) == (None, "deploy 12")
+
+
+def test_a_lockfile_that_was_edited_in_place_tells_its_row(
+    door: Maintenance, ledger: Ledger
+) -> None:
+    begin(door, ledger)
+    door.path.write_text('{"reason": "deploy 13", "until": "2026-01-31T13:00:00Z", "by": "cid"}')
+    ledger.refuse("sync", "me", "no", door.find)
+    (row,) = barriers(ledger)
+    assert (row.closed, row.reason, row.until) == (None, "deploy 13", "2026-01-31T13:00:00.000Z")
+    assert row.who == "cid"
+
+
+def test_a_lockfile_that_closes_something_else_now_is_another_barrier(
+    door: Maintenance, ledger: Ledger
+) -> None:
+    begin(door, ledger, "job:other")
+    start(ledger, door)
+    door.path.write_text("")
+    ledger.refuse("sync", "me", "no", door.find)
+    first, second = barriers(ledger)
+    assert (first.closed_why, second.scopes) == ("changed by hand", [])
+    assert ledger.admitted_behind(second) == []
 
 
 def test_a_start_out_of_scope_is_admitted_and_knows_the_barrier(
