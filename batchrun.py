@@ -4718,9 +4718,19 @@ class Maintenance:
 
     def __init__(self, path: Path, host: Host, max_s: float) -> None:
         self.path, self._host, self._max_s = path, host, max_s
+        self._names: dict[int, str] = {}  # uid of an owner -> name
+
+    def name_owner(self) -> None:
+        """Learn the name of a lockfile's owner: not in a transaction, it may ask a server."""
+        with contextlib.suppress(OSError):
+            uid = self.path.lstat().st_uid
+            self._names[uid] = self._names.get(uid) or self._host.user_name(uid)
 
     def find(self) -> Lockfile | None:
-        """Return what is there, or None if the door is open; anything unclear counts as closed."""
+        """Return what is there, or None if the door is open; anything unclear counts as closed.
+
+        An admission asks this in its transaction: it waits for nothing but the disk.
+        """
         try:
             found = self.path.lstat()
         except FileNotFoundError:
@@ -4734,7 +4744,7 @@ class Maintenance:
             device=found.st_dev & sys.maxsize,  # some are unsigned, SQLite's integers are not
             inode=found.st_ino & sys.maxsize,
             since=since,
-            by=_one_line(said.get("by")) or self._host.user_name(found.st_uid),
+            by=_one_line(said.get("by")) or self._names.get(found.st_uid, f"uid {found.st_uid}"),
             reason=_one_line(said.get("reason")),
             until=until,
             scopes=_scopes(said.get("scopes")),
@@ -5000,6 +5010,7 @@ class StateDirectory:
 
     def open_ledger(self, *, create: bool, write: bool = True) -> Ledger:
         """Open the ledger; a missing one is a loss if there are checkpoints."""
+        self.maintenance.name_owner()
         witnesses = any((self.path / "checkpoints").glob("*/*.json"))
         how = {"create": create, "witnesses": witnesses, "write": write}
         return open_ledger(self.ledger_path, self._host, **how)
@@ -9865,7 +9876,8 @@ class Supervisor:
                 self._lock.release()
 
     def _require_open(self) -> Lockfile | None:
-        """Refuse what the maintenance lockfile closes."""
+        """Refuse what the maintenance lockfile closes; not in a transaction."""
+        self._state.maintenance.name_owner()
         return self._state.maintenance.require_open(self._job_config)
 
     def _turned_away(self, refusal: MaintenanceOn) -> Outcome:
@@ -10056,7 +10068,9 @@ class Supervisor:
             owner=self._me,
             who=self._who,
             run_id=os.urandom(5).hex(),
-            require_admission=self._require_open,
+            require_admission=functools.partial(
+                self._state.maintenance.require_open, self._job_config
+            ),
             require_may_go_on=functools.partial(require_may_go_on, launch.start, self._ledger),
             leaves=lambda run: answer_to(launch.start, self._ledger, run) == Reply.SKIP,
             write_checkpoint=self._store.replace,

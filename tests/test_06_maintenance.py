@@ -48,7 +48,11 @@ def clock() -> Clock:
 
 @pytest.fixture
 def door(tmp_path: Path, clock: Clock) -> Maintenance:
-    return Maintenance(tmp_path / "maintenance.lock", clock, 86_400.0)
+    made = Maintenance(tmp_path / "maintenance.lock", clock, 86_400.0)
+    made.path.touch()
+    made.name_owner()
+    made.path.unlink()
+    return made
 
 
 @pytest.fixture
@@ -175,6 +179,29 @@ def test_a_lockfile_that_cannot_be_looked_at_closes_the_door(tmp_path: Path, clo
         f"Maintenance is on: {door.path} is there,"
         " by somebody (it cannot be looked at: Not a directory)."
     )
+
+
+def test_nobody_is_asked_for_a_name_within_a_transaction(
+    tmp_path: Path, ledger: Ledger, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def user_name(uid: int) -> str:
+        asked.append(ledger._connection.in_transaction)
+        return f"user {uid}"
+
+    monkeypatch.setattr(clock, "user_name", user_name)
+    door = Maintenance(tmp_path / "maintenance.lock", clock, 86_400.0)
+    door.path.touch()
+    with pytest.raises(MaintenanceOn) as refusal:
+        start(ledger, door)  # nobody has looked before
+    assert refusal.value.what.endswith(f", by uid {os.getuid()}.")
+    ledger.refuse("sync", "me", "no", door.find)
+    assert asked == []
+    door.name_owner()
+    with pytest.raises(MaintenanceOn, match=f", by user {os.getuid()}\\."):
+        start(ledger, door)
+    assert asked == [False]
 
 
 # --- scopes ---------------------------------------------------------------------------------------
