@@ -4500,12 +4500,18 @@ def _write_schema(connection: apsw.Connection, host: Host, uuid: str) -> None:
     """Make all tables by a COMMIT, which tells if the disk refuses; only then enter WAL mode."""
     connection.pragma("synchronous", "FULL")
     connection.execute(f"BEGIN IMMEDIATE; {SCHEMA}")
-    edges = [(*pair, sentence) for pair, sentence in TRANSITIONS.items()]
-    connection.executemany("INSERT INTO edge VALUES (?, ?, ?)", edges)
+    _write_edges(connection)
     connection.execute("INSERT INTO ledger VALUES (?, ?)", (uuid, host.now()))
     numbers = f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION}"
     connection.execute(f"{numbers}; COMMIT")
     _configure(connection)
+
+
+def _write_edges(connection: apsw.Connection) -> None:
+    """Let the table `edge` say what TRANSITIONS says."""
+    edges = [(*pair, sentence) for pair, sentence in TRANSITIONS.items()]
+    connection.execute("DELETE FROM edge")
+    connection.executemany("INSERT INTO edge VALUES (?, ?, ?)", edges)
 
 
 def _configure(connection: apsw.Connection) -> None:
@@ -4574,6 +4580,7 @@ def _migrate(path: Path, connection: apsw.Connection, host: Host) -> None:
         connection.execute("BEGIN IMMEDIATE")
         for step in steps:
             connection.execute(MIGRATIONS[step])
+        _write_edges(connection)
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         reach("migrate.commit")
         connection.execute("COMMIT")
