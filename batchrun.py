@@ -4400,11 +4400,12 @@ def open_ledger(
 
     With `create` it is made if there is none, but not if checkpoints exist, its `witnesses`: then a
     missing or empty one is a loss. Not to `write` means to read also another owner's ledger, or one
-    on a full disk, making no file.
+    on a full disk, making no file and migrating nothing.
 
     Raises:
         PersonNeeded: it is missing, empty or not ours while checkpoints exist.
-        StateDirectoryError: it cannot be used, or a newer batchrun made it; untouched.
+        StateDirectoryError: it cannot be used, or a newer batchrun made it, or an older one that
+            is to be read only; untouched.
         NotFound: there is none, and it was not to be made.
     """
     require_sqlite(apsw.sqlite_lib_version())
@@ -4418,8 +4419,10 @@ def open_ledger(
     try:
         if write or path.stat().st_uid == os.geteuid():
             with contextlib.suppress(*(() if write else NO_ROOM_TO_WRITE)):
-                return _open_known(path, host, str(path), apsw.SQLITE_OPEN_READWRITE)
-        return _open_known(path, host, uri_to_read(path), READ_ONLY)
+                return _open_known(
+                    path, host, str(path), apsw.SQLITE_OPEN_READWRITE, write=write
+                )
+        return _open_known(path, host, uri_to_read(path), READ_ONLY, write=False)
     except apsw.Error as error:
         letter = ledger_letter(error, path, host)
         raise letter from error
@@ -4523,7 +4526,7 @@ def _configure(connection: apsw.Connection) -> None:
         raise apsw.IOError("write-ahead logging or full synchronisation cannot be had here")
 
 
-def _open_known(path: Path, host: Host, name: str, ways: int) -> Ledger:
+def _open_known(path: Path, host: Host, name: str, ways: int, *, write: bool) -> Ledger:
     """Connect, and look at what it is before anything is switched or migrated."""
     connection = apsw.Connection(name, flags=ways)
     try:
@@ -4532,11 +4535,12 @@ def _open_known(path: Path, host: Host, name: str, ways: int) -> Ledger:
             raise ledger_lost(path, "it is not a batchrun ledger")
         version = require_known_version(connection, path)
         ledger.uuid = _uuid_in(connection, path)
-        if ways == READ_ONLY and version < SCHEMA_VERSION:
+        if not write and version < SCHEMA_VERSION:
             raise StateDirectoryError(
                 f"The ledger {path} has version {version}, not migrated to {SCHEMA_VERSION} yet.",
                 unchanged="It was not touched.",
-                todo="Type again as its owner.",
+                todo="Type, as its owner: batchrun resume --all\nThat migrates it, as every command"
+                " that writes does, and goes on with what is due.",
             )
         if ways != READ_ONLY:
             if version < SCHEMA_VERSION:

@@ -1126,6 +1126,23 @@ def test_an_older_ledger_of_another_owner_is_not_migrated(
         open_ledger(at_rest, HOST, create=False, write=False)
 
 
+def test_who_only_reads_an_older_ledger_is_told_what_migrates_it(
+    at_rest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batchrun, "SCHEMA_VERSION", NEXT)
+    monkeypatch.setattr(batchrun, "MIGRATIONS", {NOW: "ALTER TABLE run ADD COLUMN colour TEXT"})
+    before = contents(at_rest.parent)
+    with pytest.raises(StateDirectoryError) as refusal:
+        open_ledger(at_rest, HOST, create=False, write=False)
+    assert str(refusal.value) == (
+        f"The ledger {at_rest} has version {NOW}, not migrated to {NEXT} yet.\n"
+        "It was not touched.\n"
+        "Type, as its owner: batchrun resume --all\n"
+        "That migrates it, as every command that writes does, and goes on with what is due."
+    )
+    assert contents(at_rest.parent) == before
+
+
 class FullHost(Host):
     """A machine without a free byte."""
 
