@@ -4419,9 +4419,7 @@ def open_ledger(
     try:
         if write or path.stat().st_uid == os.geteuid():
             with contextlib.suppress(*(() if write else NO_ROOM_TO_WRITE)):
-                return _open_known(
-                    path, host, str(path), apsw.SQLITE_OPEN_READWRITE, write=write
-                )
+                return _open_known(path, host, str(path), apsw.SQLITE_OPEN_READWRITE, write=write)
         return _open_known(path, host, uri_to_read(path), READ_ONLY, write=False)
     except apsw.Error as error:
         letter = ledger_letter(error, path, host)
@@ -8773,11 +8771,20 @@ def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path
     """
     checkpoints = [checkpoint for _, checkpoint in repair.adopt]
     jobs = {c.job for c in checkpoints} | {store.folder.name for store in state.stores()}
-    locks = [JobLock(state.lock_path(job)) for job in sorted(jobs)]
-    if not all(lock.acquire() for lock in locks):
-        what = "A job that is to be repaired runs right now."
-        raise Busy(what, unchanged="Nothing was changed.", todo="See: batchrun status")
-    now = find_repair(state)  # under the locks: nothing moves any more
+    with contextlib.ExitStack() as held:
+        for lock in [JobLock(state.lock_path(job)) for job in sorted(jobs)]:
+            if not lock.acquire():
+                what = "A job that is to be repaired runs right now."
+                raise Busy(what, unchanged="Nothing was changed.", todo="See: batchrun status")
+            held.callback(lock.release)
+        return _repair_at_rest(state, repair, checkpoints, host)
+
+
+def _repair_at_rest(
+    state: StateDirectory, repair: Repair, checkpoints: list[Checkpoint], host: Host
+) -> list[Path]:
+    """Repair with all locks held: nothing moves any more."""
+    now = find_repair(state)
     if now.lost != repair.lost or any(pair not in now.adopt for pair in repair.adopt):
         what = "Something ran since the look at what is to be repaired."
         raise Busy(what, unchanged="Nothing was changed.", todo="Look again: batchrun repair")
@@ -8790,8 +8797,6 @@ def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path
             file.unlink(missing_ok=True)
         create_ledger(path, host, checkpoints[0].ledger if checkpoints else os.urandom(16).hex())
     adopt_newest(state, checkpoints, host)
-    for lock in locks:
-        lock.release()
     return aside
 
 

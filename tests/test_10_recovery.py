@@ -18,16 +18,23 @@ from conftest import Ended, Project, clean_environment, wait_for
 
 from batchrun import (
     SCHEMA_VERSION,
+    Busy,
     Checkpoint,
     CheckpointStore,
     Host,
+    JobLock,
     Ledger,
     PersonNeeded,
     ProcessIdentity,
+    Repair,
     Start,
+    StateDirectory,
     agree,
+    apply_repair,
     check,
     checkpoint_bytes,
+    is_owned,
+    load_config,
     open_ledger,
     parse_checkpoint,
     require_witnesses_known,
@@ -477,6 +484,18 @@ def test_a_lost_ledger_is_repaired_only_on_demand(
     assert f"run {newest.stem} goes on after commit 2, 20 records read" in ended.err
     assert (ended.code, shop.records()) == (0, list(range(1, 51)))
     assert shop.findings() == [f"run {newest.stem} of sync: commits 1 to 1 have no row"]
+
+
+def test_a_repair_that_meets_a_busy_job_keeps_no_lock_of_another(paused: Shop) -> None:
+    state = StateDirectory(load_config(paused.project.folder / "batchrun.toml"), Host())
+    (paused.project.state / "checkpoints" / "then").mkdir()
+    busy = JobLock(state.lock_path("then"))
+    assert busy.acquire()
+    with pytest.raises(Busy) as refusal:
+        apply_repair(state, Repair("it is lost", []), Host())
+    busy.release()
+    assert refusal.value.what == "A job that is to be repaired runs right now."
+    assert not is_owned(state, "sync")
 
 
 def test_a_ledger_from_three_batches_ago_is_refused_and_repaired_only_on_demand(shop: Shop) -> None:
