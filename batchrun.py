@@ -9773,7 +9773,8 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 # called by the next attempt.
 #
 # A run with pending cleanups that is to go on no more has one more worker, under a new generation,
-# that calls them and does nothing else; then it is cancelled, whatever came of them. A fresh start
+# that calls them and does nothing else; then it is cancelled, whatever came of them. That begins no
+# attempt of the job, so `cancel` does it under maintenance too; the tick waits. A fresh start
 # needs none: the new run's worker calls what is pending of its job, of whatever run.
 
 COUNTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -9871,7 +9872,8 @@ class Supervisor:
         self._state.require_fit(create=not self._launch.only_resume)
         self._ledger = self._state.open_ledger(create=not self._launch.only_resume)
         try:
-            self._require_open()  # the admission looks again
+            if not self._launch.cancels:
+                self._require_open()  # the admission looks again
             reach("start.looked")
             if not self._take_lock():
                 self._watcher.say("stopped while waiting; nothing was started")

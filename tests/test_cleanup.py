@@ -455,11 +455,20 @@ def test_a_cancel_that_was_killed_is_taken_up_by_the_tick(shop: Shop) -> None:
     shop.require_all_clean()
 
 
-def test_no_cleanup_is_called_under_maintenance(shop: Shop) -> None:
-    with killed(shop):
+def test_a_cancel_calls_the_cleanups_under_maintenance_too(shop: Shop) -> None:
+    with killed(shop) as run:
         (shop.folder / "state" / "maintenance.lock").touch()
-        assert shop.run("cancel", "sync").code == 12
-    assert (shop.state(), shop.tables()) == ("running", 3)  # as its killed owner left it
+        ended = shop.run("cancel", "sync")
+    assert (ended.code, ended.out, ended.err) == (0, f"run {run} of sync is cancelled\n", "")
+    shop.require_all_clean()
+
+
+def test_the_tick_calls_no_cleanup_under_maintenance(shop: Shop) -> None:
+    with killed(shop):
+        assert shop.run("cancel", "sync", point="cleanup.begun=kill-both").code == -signal.SIGKILL
+    (shop.folder / "state" / "maintenance.lock").touch()
+    assert shop.run("resume", "--all").code == 0
+    assert (shop.state(), shop.tables()) == ("interrupted", 3)
 
 
 @pytest.mark.parametrize(
