@@ -11876,6 +11876,9 @@ def resume_command(app: App, *, run: str | None, everything: bool, **asked: Any)
     """Go on with an unfinished run; without RUN, the only one."""
     app.host.systemd.ready()
     if everything:
+        if run or given(asked):
+            what = "--all goes on with all that is due, each as it was started."
+            raise ConfigurationError(what, todo="Write: batchrun resume --all, or resume RUN")
         return tick(app)
     with app.ledger(write=True) as ledger:
         found = app.find_run(ledger, run) if run else only_unfinished(ledger)
@@ -11885,6 +11888,12 @@ def resume_command(app: App, *, run: str | None, everything: bool, **asked: Any)
     app.console.tells = not app.console.quiet
     launch = launch_of(found.job, only_resume=True, by_person=True, **asked)
     return app.supervise(launch).exit_code
+
+
+def given(options: Mapping[str, Any]) -> list[str]:
+    """Return which options were typed, as they are typed."""
+    typed = [name for name, value in options.items() if value is not None and value is not False]
+    return [f"--{name.replace('_', '-')}" for name in typed]
 
 
 def launch_of(
@@ -12010,6 +12019,9 @@ def report_command(app: App, *, run: str, number: int | None) -> ExitCode:
     """Tell what happened in a run, attempt by attempt; or in a drain, run by run."""
     if run == "drain":
         return report_drain(app, number)
+    if number is not None:
+        what = "A number is for `report drain`."
+        raise ConfigurationError(what, todo=f"Write: batchrun report {run}")
     with app.ledger(write=False) as ledger:
         found = app.find_run(ledger, run)
         rows = ledger.attempts(found), ledger.rejects(found), ledger.events(found)
@@ -12366,9 +12378,7 @@ def rejects_command(
     app: App, *, action: str, run: str | None, ids: tuple[int, ...], why: str | None, **asked: Any
 ) -> ExitCode:
     """List, show, run again or drop rejected records."""
-    if action not in REJECT_ACTIONS or (run is None and action != "list"):
-        what = f"There is no `rejects {action}`" if run else f"`rejects {action}` needs a RUN"
-        raise ConfigurationError(f"{what}.", todo=REJECTS_TODO)
+    require_heeded(action, run, {"why": why}, asked)
     if run is None:
         return list_all_rejects(app)
     with app.ledger(write=action in ("retry", "drop")) as ledger:
@@ -12394,6 +12404,21 @@ REJECTS_TODO = """Write one of:
   batchrun rejects show RUN [ID...]
   batchrun rejects retry RUN [ID...]
   batchrun rejects drop RUN [ID...] --why TEXT"""
+
+
+def require_heeded(
+    action: str, run: str | None, of_drop: Mapping[str, Any], of_retry: Mapping[str, Any]
+) -> None:
+    """Refuse an action of `rejects` that is none, or that would not heed what was typed."""
+    what = ""
+    if action not in REJECT_ACTIONS or (run is None and action != "list"):
+        what = f"There is no `rejects {action}`." if run else f"`rejects {action}` needs a RUN."
+    elif unheeded := given(
+        {**({} if action == "drop" else of_drop), **({} if action == "retry" else of_retry)}
+    ):
+        what = f"`rejects {action}` does not take {unheeded[0]}."
+    if what:
+        raise ConfigurationError(what, todo=REJECTS_TODO)
 
 
 def list_all_rejects(app: App) -> ExitCode:
@@ -12427,7 +12452,8 @@ def retry_rejects(app: App, run: Run, rows: list[RejectRow], asked: Mapping[str,
     if not run.finished:
         raise unfinished_before_retry(run)
     retry = Retry(run, [row.spot for row in rows])
-    launch = Launch(run.job, by_person=True, overrides=run.overrides, retry=retry, **asked)
+    launch = launch_of(run.job, accept_source=False, accept_settings=False, **asked)
+    launch = launch._replace(by_person=True, overrides=run.overrides, retry=retry)
     return app.supervise(launch).exit_code
 
 

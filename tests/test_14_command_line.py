@@ -303,6 +303,37 @@ def test_set_refuses_what_others_could_read(shop: Project) -> None:
     )
 
 
+NO_TICK = "--all goes on with all that is due, each as it was started."
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("resume count --all", f"{NO_TICK}\nWrite: batchrun resume --all, or resume RUN"),
+        ("resume --all --batches 1", f"{NO_TICK}\nWrite: batchrun resume --all, or resume RUN"),
+        ("resume --all --in-process", f"{NO_TICK}\nWrite: batchrun resume --all, or resume RUN"),
+        ("report count 5", "A number is for `report drain`.\nWrite: batchrun report count"),
+        ("rejects retry count --batches 0", "--batches is less than 1.\nWrite: --batches 3"),
+        (
+            "rejects retry count --when-blocked nonsense",
+            "--when-blocked 'nonsense' is neither refuse nor defer.\nNothing was started.",
+        ),
+        ("rejects list --batches 3", "`rejects list` does not take --batches.\nREJECTS"),
+        ("rejects list --why x", "`rejects list` does not take --why.\nREJECTS"),
+        ("rejects show count --in-process", "`rejects show` does not take --in-process.\nREJECTS"),
+        ("rejects retry count --why x", "`rejects retry` does not take --why.\nREJECTS"),
+        (
+            "rejects drop count --why x --when-blocked defer",
+            "`rejects drop` does not take --when-blocked.\nREJECTS",
+        ),
+    ],
+)
+def test_what_a_command_would_not_heed_is_refused(shop: Project, words: str, said: str) -> None:
+    assert shop.run("run", "count").code == 0
+    said = said.replace("REJECTS", batchrun.REJECTS_TODO)
+    assert shop.run(*words.split()) == Ended(2, "", f"{said}\n")
+
+
 @pytest.mark.parametrize("words", [("run", "count"), ("resume",)])
 def test_a_number_of_batches_below_one_is_refused(shop: Project, words: tuple[str, ...]) -> None:
     shop.run("run", "count", "--batches", "1")
