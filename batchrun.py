@@ -2671,8 +2671,9 @@ class CheckpointStore:
 # acknowledged survives a power cut. Rules that hold for every public method that writes:
 #
 #   one verb, one transaction   BEGIN IMMEDIATE, short, never around the job's code
-#   one state change            as compare-and-set; 0 rows = IllegalTransition or LostOwnership
-#   one event a state change    its AUTOINCREMENT id is the ledger's clock; wall time is a label
+#   every state change          as compare-and-set; 0 rows = IllegalTransition or LostOwnership. An
+#                               admission may make several: settle, cancel, begin anew
+#   one event each              its AUTOINCREMENT id is the ledger's clock; wall time is a label
 #
 # A ledger is ours if and only if application_id and user_version are known and the one row of the
 # table `ledger` is there. It is made whole under another name and renamed into place, and only
@@ -2897,9 +2898,9 @@ FOUND = """SELECT key, first < ?1 OR stored IS NOT NULL FROM (SELECT key,
       AND (what LIKE 'succeeded%' OR what LIKE 'cancelled%')) AS final FROM run)
   WHERE first <= ?2 AND (final IS NULL OR final > ?1) ORDER BY key"""
 ADD_PAUSE = "UPDATE run SET paused_s = paused_s + ? WHERE key = ?"
-# Another key is another batch, of which no try was charged yet.
 # A record that was found bad is tried once more: it may have been mended.
 TRY_ANEW = "UPDATE run SET tries = 0, size = max(size, 1) WHERE key = :key"
+# Another key is another batch, of which no try was charged yet.
 ARM = """UPDATE run SET tries = iif(tried IS :tried, tries, 0), tried = :tried WHERE key = :key"""
 SAID, LEAK = "said", "said (leak)"  # events whose `why` is a line for people
 REFUSED, DEFERRED = "refused: maintenance", "deferred"
@@ -3522,7 +3523,7 @@ class Ledger:
         return Admission(self.run(run.key), generation, said, deferred)
 
     def defer(self, job: str, start: Start, note: Mapping[str, Any], why: str) -> Run:
-        """Store a start that maintenance turned away, to be begun once by the tick.
+        """Store a start that maintenance turned away, to be begun once, by the tick or any start.
 
         It is judged as by `admit`, but `start.require_admission` is only to find the lockfile here;
         a second one is the same one. `note` is what else is to be known when it is begun.
@@ -4626,8 +4627,9 @@ def _back_up(connection: apsw.Connection, target: Path) -> None:
 #
 # LOCK_UN through any copy of the descriptor frees the lock for all, also under a living worker,
 # and filelock calls it when its object dies. So the object is kept in a module-level name until
-# the process ends, `release` is called only when the worker's process group is proven empty, and
-# every other way out of a supervisor that holds a lock is os._exit.
+# the process ends. Who started a worker calls `release` only when the worker's process group is
+# proven empty; every other way out of such a supervisor is os._exit. Who holds a lock without a
+# worker, to look (`is_owned`) or to write rows (Stopper, Drainer, repair), releases it when it has.
 #
 # state/maintenance.lock closes the door if and only if the name is there, whatever it is: a file,
 # empty, unreadable, a directory, a link to nowhere. Only "no such file" means open. Every admission
@@ -8360,7 +8362,7 @@ class Reader:
 # the checkpoints do.
 #
 # Whether a start goes on with an unfinished run at all is said by one table, ANSWERS, which the
-# admission and `status` share.
+# admission, the tick and `status` share.
 
 LOG_LIMIT_BYTES = 64_000_000
 
