@@ -8796,9 +8796,9 @@ _GO_ON, _REFUSE, _BUSY, _SKIP = Reply
 
 ANSWERS = {  # how an unfinished run stands -> what each of STARTS does
     "has a live owner": (_BUSY, _BUSY, _BUSY, _SKIP),  # the lock says so before anybody looks here
+    "has a start that was deferred": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),  # defer asked the rest
     "awaits a person: its next batch is poison": (_REFUSE, _REFUSE, _GO_ON, _SKIP),
     "waits for an answer": (_REFUSE, _REFUSE, _REFUSE, _SKIP),
-    "has a start that was deferred": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),
     "was paused by a person": (_REFUSE, _GO_ON, _GO_ON, _SKIP),
     "has its answer": (_GO_ON, _REFUSE, _GO_ON, _GO_ON),
     "failed": (_GO_ON, _GO_ON, _GO_ON, _SKIP),
@@ -8812,9 +8812,9 @@ def situation(ledger: Ledger, run: Run) -> str:
     answered = run.reason == Reason.APPROVAL and ledger.open_question(run) is None
     stands = {
         "has a live owner": run.state in OWNED,
+        "has a start that was deferred": run.deferred is not None,
         "awaits a person: its next batch is poison": awaits and run.reason == Reason.POISON,
         "waits for an answer": awaits and not answered,
-        "has a start that was deferred": run.deferred is not None,
         "was paused by a person": is_paused_by_person(run),
         "has its answer": awaits,
         "failed": run.state == RunState.FAILED,

@@ -547,6 +547,22 @@ def test_a_start_deferred_on_a_failed_run_lets_the_tick_go_on_with_it(
     assert states(shop) == [("sync", "succeeded", "")]
 
 
+def test_a_resume_of_poison_that_was_deferred_is_begun_by_the_tick(
+    shop: Project, crowd: Crowd
+) -> None:
+    config = CONFIG.replace("[defaults]", '[defaults]\nmax_tries = 1\nretry_for = "1h"')
+    shop.write(config, sync=JOB.replace("HERE", "if not Path('ok').exists(): 1 / 0"))
+    assert crowd.run("run sync") == 13
+    assert states(shop) == [("sync", "awaiting", "poison")]
+    assert crowd.run("maintenance on") == 0
+    assert crowd.run("run sync --when-blocked defer") == 13
+    assert crowd.run("resume sync --when-blocked defer") == 75
+    (shop.folder / "ok").touch()
+    assert crowd.run("maintenance off") == 0
+    assert crowd.run("resume --all") == 0
+    assert states(shop) == [("sync", "succeeded", "")]
+
+
 def test_a_run_that_a_person_paused_is_deferred_by_a_person_only(
     shop: Project, crowd: Crowd
 ) -> None:
