@@ -10544,8 +10544,8 @@ class StopCounter:
         signal.pthread_sigmask(signal.SIG_BLOCK, self._waited_for)
 
     def look(self) -> None:
-        """Take up a stop that has come already."""
-        if self._waited_for & signal.sigpending():
+        """Take up the stops that have come already, also behind what is only waited for."""
+        while signal.sigpending() & self._waited_for & {*COUNTED_SIGNALS}:
             self.wait(WATCH_INTERVAL_S)
 
     def wait(self, seconds: float) -> None:

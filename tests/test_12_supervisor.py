@@ -92,6 +92,15 @@ def test_three_sigterms_within_half_a_second_are_one_stop(project: Project) -> N
     assert run_row(project) == ("paused", "stop", 2)
 
 
+def test_a_stop_is_seen_behind_a_timer_that_is_still_pending() -> None:
+    line = (
+        "stops = batchrun.StopCounter(batchrun.Host()); stops.begin();"
+        "[os.kill(os.getpid(), number) for number in (17, 14, 15)];"
+        "stops.look(); os._exit(stops.count)"
+    )
+    assert subprocess.run(launch_with(line), check=False).returncode == 1
+
+
 def test_a_hangup_that_was_ignored_at_the_start_stays_ignored(project: Project) -> None:
     write_job(project, "hold('go')")
     process = start_held(project, launch=("nohup", *LAUNCH))
