@@ -10414,7 +10414,7 @@ class Patience:
 
     def __init__(self, job_config: JobConfig, host: Host) -> None:
         self._job_config, self._host = job_config, host
-        self._number, self._losses, self._since = -1, 0, 0.0
+        self._batch, self._losses, self._since = (0, 0), 0, 0.0
         self._paused_at: float | None = None
         self._counted_at = 0.0  # up to here the pause is in the run's row
         self.wait_s = 0.0
@@ -10422,8 +10422,9 @@ class Patience:
     def lose(self, run: Run) -> None:
         """Take note of another failure of the batch that follows the run's newest commit."""
         options, now = self._job_config, self._host.monotonic()
-        if run.number != self._number:
-            self._number, self._losses, self._since = run.number, 0, now
+        batch = (run.key, run.number)
+        if batch != self._batch:
+            self._batch, self._losses, self._since = batch, 0, now
         longest_s = min(options.retry_max_wait_s, options.retry_for_s - (now - self._since))
         wait_s = options.retry_first_wait_s * RETRY_FACTOR ** min(self._losses, 20)
         jitter = 0.5 + os.urandom(1)[0] / 512  # of many jobs that lost the same database at once
@@ -11648,7 +11649,7 @@ class Console:
         self.config = ""  # the path given by --config or BATCHRUN_CONFIG
         self._host = host
         self._drawn = False  # whether a live line is there now
-        self._began: tuple[float, int] | None = None  # when progress was first shown, and records
+        self._began = (0, 0.0, 0)  # the run whose progress is shown, since when, and records then
         # the clock of it stands still while a run is paused by health
         self._written = (0, 0.0)  # the tenth of the last plain line, and when
 
@@ -11684,8 +11685,9 @@ class Console:
     def progress(self, run: Run) -> None:
         """Draw the live line anew, or write a line now and then: each tenth, and each minute."""
         now = self._host.monotonic() - run.paused_s
-        self._began = self._began or (now, run.read)
-        began, read_before = self._began
+        if run.key != self._began[0]:
+            self._began, self._written = (run.key, now, run.read), (0, 0.0)
+        _, began, read_before = self._began
         rate = (run.read - read_before) / (now - began) if now > began else 0.0
         if self.live:
             self._draw(progress_line(run, rate, self._host.terminal_columns() - 3))
