@@ -9821,6 +9821,7 @@ class Supervisor:
         self._stops = StopCounter(host)
         self._patience = Patience(self._job_config, host)
         self._shown = 0  # the event up to which the watcher was told
+        self._follows = ""  # what follows a failure, to be said when the write lock is given back
         self._due_s = 0.0  # the check up to which a pause was recorded
         self._began_with: dict[int, int] = {}  # key of a run -> its batches when we admitted it
         self._nothing_lives = True  # of what our workers started
@@ -10180,7 +10181,7 @@ class Supervisor:
             tries = f"try {run.tries + 1} of {self._job_config.max_tries}"
             why = f"{attempt.error} The next attempt begins in {patience.wait_s:.1f} s: {tries}."
             after = After(RunState.RESERVED, why=why)
-        self._watcher.say(after.why)
+        self._follows = after.why
         return after
 
     def _gave_way(self, run: Run, attempt: Attempt) -> bool:
@@ -10216,15 +10217,23 @@ class Supervisor:
             return self._outcome(self._ledger.settle(run, generation, seen))
         self._watch(worker, run)
         self._nothing_lives = worker.end_group()
+        run = self._settle(worker, run, generation)
+        if run.state == RunState.RESERVED and not self._nothing_lives:
+            run = self._ledger.rest(run, Reason.RETRY, "What its worker left behind still lives.")
+        self._watcher.progress(run)
+        return self._outcome(run)
+
+    def _settle(self, worker: WorkerProcess, run: Run, generation: int) -> Run:
+        """Make the run's edge; what follows is said only when the write lock is given back."""
         ended = {"signal": worker.ended_by, "peak_rss_bytes": worker.peak_rss_bytes}
         seen = worker.seen_end(self._ledger.run(run.key))
         excused = self._look_for_cause(run, generation, seen)
         decide = functools.partial(self._decide, unwell=worker.unwell)
         run = self._ledger.settle(run, generation, seen, decide, excused=excused, **ended)
-        if run.state == RunState.RESERVED and not self._nothing_lives:
-            run = self._ledger.rest(run, Reason.RETRY, "What its worker left behind still lives.")
-        self._watcher.progress(run)
-        return self._outcome(run)
+        if self._follows:
+            self._watcher.say(self._follows)
+            self._follows = ""
+        return run
 
     def _to_cancel(self) -> Run | None:
         """Return the run that is only to be cleaned up after, and cancelled."""

@@ -226,6 +226,25 @@ def test_batches_are_counted_over_all_attempts(project: Project) -> None:
     assert records(project) == [1, 2, 3, 4, 5, 6]
 
 
+WRITES = """\
+def say(console, text):
+    connection = batchrun.apsw.Connection("state/ledger.db")
+    connection.execute("BEGIN IMMEDIATE; ROLLBACK")
+    connection.close()
+    os.write(2, text.encode() + b"\\n")
+
+batchrun.Console.say = say
+"""
+
+
+def test_what_follows_a_failure_is_said_without_the_write_lock(project: Project) -> None:
+    write_job(project, f"\n                if first(): {RAISES}")
+    project.write_file("say.py", WRITES)
+    ended = project.run("run", "sync", launch=launch_with("exec(open('say.py').read())"))
+    assert ended.code == 0, ended.err
+    assert "The next attempt begins in 0.0 s: try 2 of 3.\n" in ended.err
+
+
 # --- poison and plan B ----------------------------------------------------------------------------
 
 
