@@ -9700,7 +9700,8 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #              proof enough, and charged by the next start
 #
 #   tried again    after RAISED, if `attempt.retry` says so, after a death and after OVERDUE, with
-#                  waits of 1, 4, 16, ... s and jitter; after RECYCLED at once
+#                  waits of 1, 4, 16, ... s and jitter; after RECYCLED at once. In process
+#                  nothing is: there the run fails, and after RECYCLED is paused
 #   plan B         at max_tries charged or retry_for after the batch's first failure: on_exhausted
 #   isolation      a batch that was charged is tried again in halves, at once: with isolate = true,
 #                  or as plan B ("reject"). The edge halves the limit (`run.size`); each commit
@@ -10153,15 +10154,16 @@ class Supervisor:
 
         `unwell` is why the worker was asked to stop for the sake of health, if it was.
         """
-        patience = self._patience
-        if attempt.ending == Ending.RECYCLED:
+        patience, recycled = self._patience, attempt.ending == Ending.RECYCLED
+        if self._launch.in_process and attempt.may_be_followed:
+            state, reason = (RunState.PAUSED, Reason.STOP) if recycled else (RunState.FAILED, "")
+            return After(state, reason, attempt.error or "")
+        if recycled:
             patience.wait_s = 0.0
             return After(RunState.RESERVED, why=f"{attempt.error} A fresh worker goes on.")
         if unwell and self._gave_way(run, attempt):
             patience.wait_s = 0.0
             return After(RunState.PAUSED, Reason.HEALTH, unwell)
-        if attempt.retry and self._launch.in_process:
-            return After(RunState.FAILED, why=attempt.error or "")
         return self._try_again(run, attempt) if attempt.retry else after_ending(run, attempt)
 
     def _try_again(self, run: Run, attempt: Attempt) -> After:

@@ -245,6 +245,14 @@ def test_what_follows_a_failure_is_said_without_the_write_lock(project: Project)
     assert "The next attempt begins in 0.0 s: try 2 of 3.\n" in ended.err
 
 
+def test_a_job_that_outgrows_in_process_is_paused(project: Project) -> None:
+    write_job(project, config='recycle_above = "1MB"\n')
+    ended = project.run("run", "sync", "--in-process")
+    assert (ended.code, run_row(project)) == (75, ("paused", "stop", 1))
+    assert re.fullmatch(r"The worker held \d+ MB, more than recycle_above\.\n", ended.err)
+    assert project.run("resume", "--all").code == 0
+
+
 # --- poison and plan B ----------------------------------------------------------------------------
 
 
