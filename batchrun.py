@@ -10321,8 +10321,8 @@ class Supervisor:
                     self._look_after(worker, run, generation)
                 releases_until = self._ledger.releases_until(run)
                 self._pass_stops_on(worker, releases_until)
-                if releases_until is None:
-                    self._limit_batch(worker, self._ledger.run(run.key))
+                releases = releases_until is not None
+                self._limit_batch(worker, self._ledger.run(run.key), releases=releases)
         self._health.end()
 
     def _look_after(self, worker: WorkerProcess, run: Run, generation: int) -> None:
@@ -10337,9 +10337,10 @@ class Supervisor:
             self._watcher.say(event.why)
             self._shown = event.id
 
-    def _limit_batch(self, worker: WorkerProcess, run: Run) -> None:
+    def _limit_batch(self, worker: WorkerProcess, run: Run, *, releases: bool) -> None:
         """Interrupt a batch that does not commit in time; kill its worker if that is no use."""
-        limit_s, open_s = self._job_config.batch_timeout_s, worker.batch_open_s(run)
+        open_s = worker.batch_open_s(run, releases=releases)
+        limit_s = self._job_config.batch_timeout_s
         if not limit_s or open_s <= limit_s:
             return
         text = duration_text(limit_s).removesuffix("00s") if limit_s >= 60 else f"{limit_s:g}s"
@@ -10664,10 +10665,10 @@ class WorkerProcess:
             self._asked = rank
             os.kill(self.pid, number)  # not reaped yet, so the number is still its own
 
-    def batch_open_s(self, run: Run) -> float:
-        """Return the time since the worker's start or since its last commit that was seen."""
+    def batch_open_s(self, run: Run, *, releases: bool) -> float:
+        """Return the time since the worker's start, its last commit, or what it released since."""
         now = self._host.monotonic()
-        if run.number != self._open[0]:
+        if releases or run.number != self._open[0]:
             self._open = (run.number, now)
         return now - self._open[1]
 
