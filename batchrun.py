@@ -8977,11 +8977,11 @@ class Order(NamedTuple):
     run: int  # key of the run's row
     generation: int
     lock: int  # descriptor of the job's lock
-    last_words: int  # descriptor of the file for what the ledger cannot be told
     supervisor: int  # pid of the process whose end ends the attempt
     batches: int | None  # stop after so many
     acceptances: list[str]  # changes that are accepted: `source`, `settings`
     cleans: bool = False  # run what is pending of cleanups and nothing else
+    last_words: int = -1  # descriptor of the file for what the ledger cannot be told
 
 
 class SafeStop(BaseException):
@@ -10274,7 +10274,6 @@ class Supervisor:
             run=run.key,
             generation=generation,
             lock=self._lock.descriptor,
-            last_words=os.memfd_create("last words"),
             supervisor=os.getppid() if launch.in_process else os.getpid(),
             batches=self._batches_left(run),
             acceptances=list(launch.acceptances),
@@ -10613,7 +10612,7 @@ class WorkerProcess:
     def __init__(self, order: Order, log_path: Path, run: Run, host: Host) -> None:
         import subprocess  # 25 ms, supervisors only
 
-        self._host, self._asked, self._last_words = host, 0, order.last_words
+        self._host, self._asked = host, 0
         self._exit, self.peak_rss_bytes = 0, 0
         self.killed_for = "The worker did not stop when it was asked to, and was killed."
         self.overdue: LateBatch | None = None
@@ -10622,6 +10621,8 @@ class WorkerProcess:
         self._oom_kills = host.oom_kills()
         self._strangers = set(host.children())  # of whoever became this process by exec
         log = open_log(log_path)
+        self._last_words = os.memfd_create("last words")
+        order = order._replace(last_words=self._last_words)
         context = {"BATCHRUN_RUN_ID": run.id, "BATCHRUN_GENERATION": str(order.generation)}
         try:
             self._process = subprocess.Popen(
@@ -10634,6 +10635,7 @@ class WorkerProcess:
                 env={**os.environ, **context},
             )
         except OSError as error:
+            os.close(self._last_words)
             message = f"The worker's process cannot be started: {error.strerror}."
             raise BatchrunError(message, unchanged="Nothing was done.") from error
         finally:

@@ -287,6 +287,21 @@ def test_a_worker_that_cannot_be_started_leaves_the_run_interrupted(project: Pro
     finish_after(project, 0)
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [("run sync", "sys.executable = '/nowhere/python'"), ("run sync --in-process", "pass")],
+)
+def test_an_attempt_without_a_worker_process_leaves_no_file_for_last_words(
+    project: Project, words: str, line: str
+) -> None:
+    write_job(project)
+    settled = at("attempt.settled=stop")
+    process = project.start(*words.split(), env=settled, launch=launch_with(line))
+    wait_for(lambda: is_stopped(process.pid), "the end of the attempt")
+    held = [str(file.readlink()) for file in Path(f"/proc/{process.pid}/fd").iterdir()]
+    assert [name for name in held if "last words" in name] == []
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_a_log_that_is_no_plain_file_is_refused_with_a_letter(project: Project, kind: str) -> None:
     write_job(project)
