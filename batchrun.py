@@ -9826,7 +9826,8 @@ class Supervisor:
         self._due_s = 0.0  # the check up to which a pause was recorded
         self._began_with: dict[int, int] = {}  # key of a run -> its batches when we admitted it
         self._nothing_lives = True  # of what our workers started
-        self._admitted = 0  # attempts that began
+        # whether, and as what in a row, the next admission begins anew; fields of its Start
+        self._anew: dict[str, Any] = {"fresh": True} if launch.fresh else {}
 
     # -- from start to end -------------------------------------------------------------------
 
@@ -9871,17 +9872,23 @@ class Supervisor:
             MaintenanceOn: it is refused.
         """
         wanted = self._launch.when_blocked or self._job_config.when_blocked
-        if self._admitted == 0 and wanted == "defer":
+        run = self._ledger.unfinished(self._launch.job)
+        is_ours = run is not None and self._has_begun(run)
+        if wanted == "defer" and (self._anew or not is_ours):
             return self._defer(refusal)
         find = self._state.maintenance.find
-        run = self._ledger.unfinished(self._launch.job) if self._admitted else None
-        if run is None:
+        if run is None or not is_ours:
             with contextlib.suppress(BatchrunError):  # the refusal is what the person must read
                 self._ledger.refuse(self._launch.job, self._who, refusal.what, find)
             raise refusal
         self._ledger.stop_at_barrier(run, self._who, refusal.what, find)
         letter = f"{run.job}: run {run.id} is paused.\n{refusal.what}\nThe tick goes on with it."
         return Outcome(self._stops.exit_code(), self._ledger.run(run.key), letter)
+
+    def _has_begun(self, run: Run) -> bool:
+        """Tell whether we made an attempt of a run that was not turned away itself."""
+        attempts = self._ledger.attempts(run)
+        return any(a.supervisor == self._me and a.reason != Reason.MAINTENANCE for a in attempts)
 
     def _defer(self, refusal: MaintenanceOn) -> Outcome:
         """Store the start durably, under the job's lock, and say so only then."""
@@ -9966,9 +9973,10 @@ class Supervisor:
             elif run.fresh_in_a_row < self._job_config.max_fresh and self._found_another_source(
                 run
             ):
-                reason = "its source changed"
+                reason, in_a_row = "its source changed", run.fresh_in_a_row + 1
                 self._watcher.say(f"run {run.id} is cancelled, {reason}; a new one begins")
-                outcome = self._attempt(self._admit(fresh_reason=reason))
+                self._anew = {"fresh": True, "fresh_reason": reason, "fresh_in_a_row": in_a_row}
+                outcome = self._attempt(self._admit())
             else:
                 break
         return self._unless_more_is_to_do(outcome)
@@ -10018,7 +10026,7 @@ class Supervisor:
         changed = attempt is not None and attempt.ending == Ending.CHANGED
         return changed and run.state == RunState.FAILED
 
-    def _admit(self, fresh_reason: str = "") -> Admission:
+    def _admit(self) -> Admission:
         """Make what was read durable after an unclean end, then admit in one transaction."""
         job = self._launch.job
         self._require_same_code()
@@ -10029,9 +10037,6 @@ class Supervisor:
         kept = last is not None and last.supervisor == self._me
         died = last is not None and last.ending in (None, Ending.DIED, Ending.OVERDUE)
         unclean = died or (left and not kept)
-        start = self._start(fresh_reason)
-        if fresh_reason and unfinished:
-            start = start._replace(fresh_in_a_row=unfinished.fresh_in_a_row + 1)
         with disk_letters(self._store.folder, self._host):
             if unclean:
                 self._ledger.make_durable()
@@ -10041,11 +10046,11 @@ class Supervisor:
             self._store.sweep()
             retire_witnesses(self._ledger, self._store)
             judge = functools.partial(agree, self._ledger, self._store, anew=unclean)
-            admission = self._ledger.admit(job, start, judge)
-        self._admitted += admission.generation > 0
+            admission = self._ledger.admit(job, self._start(), judge)
+        self._anew = {}  # the next ones go on with it
         return admission
 
-    def _start(self, fresh_reason: str = "") -> Start:
+    def _start(self) -> Start:
         """Return this start as the ledger judges it."""
         launch = self._launch
         return Start(
@@ -10059,9 +10064,8 @@ class Supervisor:
             overrides=launch.overrides,
             accept_settings="settings" in launch.acceptances,
             only_resume=launch.only_resume,
-            fresh=(launch.fresh and not self._admitted) or bool(fresh_reason),
-            fresh_reason=fresh_reason or "a fresh start was asked for",
             retry=launch.retry,
+            **self._anew,
         )
 
     def _require_same_code(self) -> None:
@@ -10384,7 +10388,6 @@ class Supervisor:
             return Outcome(ExitCode.PERSON_NEEDED, run, self._letter(run, attempt))
         asked = code if code == ExitCode.INTERRUPTED else self._stops.exit_code()
         if run.state == RunState.PAUSED and run.reason == Reason.MAINTENANCE:
-            self._admitted -= 1  # it began nothing
             kind = MaintenanceOverdue if code == ExitCode.PERSON_NEEDED else MaintenanceOn
             words = {"unchanged": attempt.unchanged or "", "todo": attempt.todo or ""}
             raise kind(attempt.error or "", **words)
