@@ -3454,11 +3454,23 @@ class Ledger:
         reach("barrier.lowered")
         return self._one(Barrier, "WHERE id = ?", barrier.id) if barrier else None
 
-    def refuse(self, job: str, who: str, why: str, find: Callable[[], Lockfile | None]) -> None:
-        """Record a start that was refused by maintenance, and the barrier if it was not known."""
+    def refuse(
+        self,
+        job: str,
+        who: str,
+        why: str,
+        find: Callable[[], Lockfile | None],
+        *,
+        counts: bool = True,
+    ) -> None:
+        """Record the barrier that refused a start, if it was not known, and the start if it counts.
+
+        The tick's does not: it comes again every few minutes, and nothing is missed without it.
+        """
         with self._writing():
             self._know_barrier(find(), who)
-            self._event(job, who, REFUSED, why)
+            if counts:
+                self._event(job, who, REFUSED, why)
 
     def _know_barrier(self, found: Lockfile | None, who: str) -> None:
         """Let the rows say what was found; the lockfile decides, whoever made or removed it."""
@@ -9878,8 +9890,10 @@ class Supervisor:
             return self._defer(refusal)
         find = self._state.maintenance.find
         if run is None or not is_ours:
+            job, counts = self._launch.job, self._launch.start != "tick"
             with contextlib.suppress(BatchrunError):  # the refusal is what the person must read
-                self._ledger.refuse(self._launch.job, self._who, refusal.what, find)
+                self._ledger.refuse(job, self._who, refusal.what, find, counts=counts)
+            refusal.unchanged = refusal.unchanged if counts else "Nothing was started."
             raise refusal
         self._ledger.stop_at_barrier(run, self._who, refusal.what, find)
         letter = f"{run.job}: run {run.id} is paused.\n{refusal.what}\nThe tick goes on with it."

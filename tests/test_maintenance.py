@@ -466,6 +466,21 @@ def test_a_fresh_start_that_its_version_closes_is_deferred_as_the_run_that_it_be
     assert deferred(shop) == [("sync", "paused")]
 
 
+def test_the_tick_begins_and_records_nothing_while_maintenance_is_on(
+    shop: Project, crowd: Crowd
+) -> None:
+    assert crowd.run("run sync --batches 1") == 75
+    before = events(shop)
+    lockfile(shop).touch()
+    assert [crowd.run("resume --all"), crowd.run("resume --all")] == [0, 0]
+    assert events(shop) == [*before, "maintenance on"]  # which nobody had met before
+    assert crowd.run("maintenance off") == 0
+    assert crowd.run("maintenance on --version sync<4") == 0
+    assert crowd.run("-v resume --all") == 0
+    assert "\nNothing was started.\nWhen the maintenance" in crowd.said()
+    assert "refused: maintenance" not in events(shop)
+
+
 # --- deferred starts ------------------------------------------------------------------------------
 
 
