@@ -242,12 +242,15 @@ def test_what_a_killed_attempt_left_is_removed_before_the_job_s_first_line(shop:
     shop.require_all_clean()
 
 
-HOURS = CLOCK.rpartition("batchrun.Ledger")[0] + """
+HOURS = (
+    CLOCK.rpartition("batchrun.Ledger")[0]
+    + """
 def releases_until(self, run, known=batchrun.Ledger.releases_until):
     return known(self, run) and float("inf")  # a moment on the worker's own, slow clock
 
 batchrun.Ledger.releases_until = releases_until
 """
+)
 TAKES_LONG = """
     Path("hang.reached").write_text(str(os.getpid()))
     time.sleep(0.3)
