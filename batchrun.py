@@ -3458,11 +3458,23 @@ class Ledger:
         reach("barrier.lowered")
         return self._one(Barrier, "WHERE id = ?", barrier.id) if barrier else None
 
-    def refuse(self, job: str, who: str, why: str, find: Callable[[], Lockfile | None]) -> None:
-        """Record a start that was refused by maintenance, and the barrier if it was not known."""
+    def refuse(
+        self,
+        job: str,
+        who: str,
+        why: str,
+        find: Callable[[], Lockfile | None],
+        *,
+        counts: bool = True,
+    ) -> None:
+        """Record the barrier that refused a start, if it was not known, and the start if it counts.
+
+        The tick's does not: it comes again every few minutes, and nothing is missed without it.
+        """
         with self._writing():
             self._know_barrier(find(), who)
-            self._event(job, who, REFUSED, why)
+            if counts:
+                self._event(job, who, REFUSED, why)
 
     def _know_barrier(self, found: Lockfile | None, who: str) -> None:
         """Let the rows say what was found; the lockfile decides, whoever made or removed it."""
@@ -8831,9 +8843,9 @@ _GO_ON, _REFUSE, _BUSY, _SKIP = Reply
 
 ANSWERS = {  # how an unfinished run stands -> what each of STARTS does
     "has a live owner": (_BUSY, _BUSY, _BUSY, _SKIP),  # the lock says so before anybody looks here
+    "has a start that was deferred": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),  # defer asked the rest
     "awaits a person: its next batch is poison": (_REFUSE, _REFUSE, _GO_ON, _SKIP),
     "waits for an answer": (_REFUSE, _REFUSE, _REFUSE, _SKIP),
-    "has a start that was deferred": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),
     "was paused by a person": (_REFUSE, _GO_ON, _GO_ON, _SKIP),
     "has its answer": (_GO_ON, _REFUSE, _GO_ON, _GO_ON),
     "failed": (_GO_ON, _GO_ON, _GO_ON, _SKIP),
@@ -8847,9 +8859,9 @@ def situation(ledger: Ledger, run: Run) -> str:
     answered = run.reason == Reason.APPROVAL and ledger.open_question(run) is None
     stands = {
         "has a live owner": run.state in OWNED,
+        "has a start that was deferred": run.deferred is not None,
         "awaits a person: its next batch is poison": awaits and run.reason == Reason.POISON,
         "waits for an answer": awaits and not answered,
-        "has a start that was deferred": run.deferred is not None,
         "was paused by a person": is_paused_by_person(run),
         "has its answer": awaits,
         "failed": run.state == RunState.FAILED,
@@ -9012,11 +9024,11 @@ class Order(NamedTuple):
     run: int  # key of the run's row
     generation: int
     lock: int  # descriptor of the job's lock
-    last_words: int  # descriptor of the file for what the ledger cannot be told
     supervisor: int  # pid of the process whose end ends the attempt
     batches: int | None  # stop after so many
     acceptances: list[str]  # changes that are accepted: `source`, `settings`
     cleans: bool = False  # run what is pending of cleanups and nothing else
+    last_words: int = -1  # descriptor of the file for what the ledger cannot be told
 
 
 class SafeStop(BaseException):
@@ -9735,7 +9747,8 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #              proof enough, and charged by the next start
 #
 #   tried again    after RAISED, if `attempt.retry` says so, after a death and after OVERDUE, with
-#                  waits of 1, 4, 16, ... s and jitter; after RECYCLED at once
+#                  waits of 1, 4, 16, ... s and jitter; after RECYCLED at once. In process
+#                  nothing is: there the run fails, and after RECYCLED is paused
 #   plan B         at max_tries charged or retry_for after the batch's first failure: on_exhausted
 #   isolation      a batch that was charged is tried again in halves, at once: with isolate = true,
 #                  or as plan B ("reject"). The edge halves the limit (`run.size`); each commit
@@ -9857,10 +9870,12 @@ class Supervisor:
         self._stops = StopCounter(host)
         self._patience = Patience(self._job_config, host)
         self._shown = 0  # the event up to which the watcher was told
+        self._follows = ""  # what follows a failure, to be said when the write lock is given back
         self._due_s = 0.0  # the check up to which a pause was recorded
         self._began_with: dict[int, int] = {}  # key of a run -> its batches when we admitted it
         self._nothing_lives = True  # of what our workers started
-        self._admitted = 0  # attempts that began
+        # whether, and as what in a row, the next admission begins anew; fields of its Start
+        self._anew: dict[str, Any] = {"fresh": True} if launch.fresh else {}
 
     # -- from start to end -------------------------------------------------------------------
 
@@ -9907,17 +9922,25 @@ class Supervisor:
             MaintenanceOn: it is refused.
         """
         wanted = self._launch.when_blocked or self._job_config.when_blocked
-        if self._admitted == 0 and wanted == "defer":
+        run = self._ledger.unfinished(self._launch.job)
+        is_ours = run is not None and self._has_begun(run)
+        if wanted == "defer" and (self._anew or not is_ours):
             return self._defer(refusal)
         find = self._state.maintenance.find
-        run = self._ledger.unfinished(self._launch.job) if self._admitted else None
-        if run is None:
+        if run is None or not is_ours:
+            job, counts = self._launch.job, self._launch.start != "tick"
             with contextlib.suppress(BatchrunError):  # the refusal is what the person must read
-                self._ledger.refuse(self._launch.job, self._who, refusal.what, find)
+                self._ledger.refuse(job, self._who, refusal.what, find, counts=counts)
+            refusal.unchanged = refusal.unchanged if counts else "Nothing was started."
             raise refusal
         self._ledger.stop_at_barrier(run, self._who, refusal.what, find)
         letter = f"{run.job}: run {run.id} is paused.\n{refusal.what}\nThe tick goes on with it."
         return Outcome(self._stops.exit_code(), self._ledger.run(run.key), letter)
+
+    def _has_begun(self, run: Run) -> bool:
+        """Tell whether we made an attempt of a run that was not turned away itself."""
+        attempts = self._ledger.attempts(run)
+        return any(a.supervisor == self._me and a.reason != Reason.MAINTENANCE for a in attempts)
 
     def _defer(self, refusal: MaintenanceOn) -> Outcome:
         """Store the start durably, under the job's lock, and say so only then."""
@@ -10002,9 +10025,10 @@ class Supervisor:
             elif run.fresh_in_a_row < self._job_config.max_fresh and self._found_another_source(
                 run
             ):
-                reason = "its source changed"
+                reason, in_a_row = "its source changed", run.fresh_in_a_row + 1
                 self._watcher.say(f"run {run.id} is cancelled, {reason}; a new one begins")
-                outcome = self._attempt(self._admit(fresh_reason=reason))
+                self._anew = {"fresh": True, "fresh_reason": reason, "fresh_in_a_row": in_a_row}
+                outcome = self._attempt(self._admit())
             else:
                 break
         return self._unless_more_is_to_do(outcome)
@@ -10054,7 +10078,7 @@ class Supervisor:
         changed = attempt is not None and attempt.ending == Ending.CHANGED
         return changed and run.state == RunState.FAILED
 
-    def _admit(self, fresh_reason: str = "") -> Admission:
+    def _admit(self) -> Admission:
         """Make what was read durable after an unclean end, then admit in one transaction."""
         job = self._launch.job
         self._require_same_code()
@@ -10065,9 +10089,6 @@ class Supervisor:
         kept = last is not None and last.supervisor == self._me
         died = last is not None and last.ending in (None, Ending.DIED, Ending.OVERDUE)
         unclean = died or (left and not kept)
-        start = self._start(fresh_reason)
-        if fresh_reason and unfinished:
-            start = start._replace(fresh_in_a_row=unfinished.fresh_in_a_row + 1)
         with disk_letters(self._store.folder, self._host):
             if unclean:
                 self._ledger.make_durable()
@@ -10077,11 +10098,11 @@ class Supervisor:
             self._store.sweep()
             retire_witnesses(self._ledger, self._store)
             judge = functools.partial(agree, self._ledger, self._store, anew=unclean)
-            admission = self._ledger.admit(job, start, judge)
-        self._admitted += admission.generation > 0
+            admission = self._ledger.admit(job, self._start(), judge)
+        self._anew = {}  # the next ones go on with it
         return admission
 
-    def _start(self, fresh_reason: str = "") -> Start:
+    def _start(self) -> Start:
         """Return this start as the ledger judges it."""
         launch = self._launch
         return Start(
@@ -10097,9 +10118,8 @@ class Supervisor:
             overrides=launch.overrides,
             accept_settings="settings" in launch.acceptances,
             only_resume=launch.only_resume,
-            fresh=(launch.fresh and not self._admitted) or bool(fresh_reason),
-            fresh_reason=fresh_reason or "a fresh start was asked for",
             retry=launch.retry,
+            **self._anew,
         )
 
     def _require_same_code(self) -> None:
@@ -10192,15 +10212,16 @@ class Supervisor:
 
         `unwell` is why the worker was asked to stop for the sake of health, if it was.
         """
-        patience = self._patience
-        if attempt.ending == Ending.RECYCLED:
+        patience, recycled = self._patience, attempt.ending == Ending.RECYCLED
+        if self._launch.in_process and attempt.may_be_followed:
+            state, reason = (RunState.PAUSED, Reason.STOP) if recycled else (RunState.FAILED, "")
+            return After(state, reason, attempt.error or "")
+        if recycled:
             patience.wait_s = 0.0
             return After(RunState.RESERVED, why=f"{attempt.error} A fresh worker goes on.")
         if unwell and self._gave_way(run, attempt):
             patience.wait_s = 0.0
             return After(RunState.PAUSED, Reason.HEALTH, unwell)
-        if attempt.retry and self._launch.in_process:
-            return After(RunState.FAILED, why=attempt.error or "")
         return self._try_again(run, attempt) if attempt.retry else after_ending(run, attempt)
 
     def _try_again(self, run: Run, attempt: Attempt) -> After:
@@ -10220,7 +10241,7 @@ class Supervisor:
             tries = f"try {run.tries + 1} of {self._job_config.max_tries}"
             why = f"{attempt.error} The next attempt begins in {patience.wait_s:.1f} s: {tries}."
             after = After(RunState.RESERVED, why=why)
-        self._watcher.say(after.why)
+        self._follows = after.why
         return after
 
     def _gave_way(self, run: Run, attempt: Attempt) -> bool:
@@ -10256,15 +10277,23 @@ class Supervisor:
             return self._outcome(self._ledger.settle(run, generation, seen))
         self._watch(worker, run)
         self._nothing_lives = worker.end_group()
+        run = self._settle(worker, run, generation)
+        if run.state == RunState.RESERVED and not self._nothing_lives:
+            run = self._ledger.rest(run, Reason.RETRY, "What its worker left behind still lives.")
+        self._watcher.progress(run)
+        return self._outcome(run)
+
+    def _settle(self, worker: WorkerProcess, run: Run, generation: int) -> Run:
+        """Make the run's edge; what follows is said only when the write lock is given back."""
         ended = {"signal": worker.ended_by, "peak_rss_bytes": worker.peak_rss_bytes}
         seen = worker.seen_end(self._ledger.run(run.key))
         excused = self._look_for_cause(run, generation, seen)
         decide = functools.partial(self._decide, unwell=worker.unwell)
         run = self._ledger.settle(run, generation, seen, decide, excused=excused, **ended)
-        if run.state == RunState.RESERVED and not self._nothing_lives:
-            run = self._ledger.rest(run, Reason.RETRY, "What its worker left behind still lives.")
-        self._watcher.progress(run)
-        return self._outcome(run)
+        if self._follows:
+            self._watcher.say(self._follows)
+            self._follows = ""
+        return run
 
     def _to_cancel(self) -> Run | None:
         """Return the run that is only to be cleaned up after, and cancelled."""
@@ -10303,7 +10332,6 @@ class Supervisor:
             run=run.key,
             generation=generation,
             lock=self._lock.descriptor,
-            last_words=os.memfd_create("last words"),
             supervisor=os.getppid() if launch.in_process else os.getpid(),
             batches=self._batches_left(run),
             acceptances=list(launch.acceptances),
@@ -10350,8 +10378,8 @@ class Supervisor:
                     self._look_after(worker, run, generation)
                 releases_until = self._ledger.releases_until(run)
                 self._pass_stops_on(worker, releases_until)
-                if releases_until is None:
-                    self._limit_batch(worker, self._ledger.run(run.key))
+                releases = releases_until is not None
+                self._limit_batch(worker, self._ledger.run(run.key), releases=releases)
         self._health.end()
 
     def _look_after(self, worker: WorkerProcess, run: Run, generation: int) -> None:
@@ -10366,9 +10394,10 @@ class Supervisor:
             self._watcher.say(event.why)
             self._shown = event.id
 
-    def _limit_batch(self, worker: WorkerProcess, run: Run) -> None:
+    def _limit_batch(self, worker: WorkerProcess, run: Run, *, releases: bool) -> None:
         """Interrupt a batch that does not commit in time; kill its worker if that is no use."""
-        limit_s, open_s = self._job_config.batch_timeout_s, worker.batch_open_s(run)
+        open_s = worker.batch_open_s(run, releases=releases)
+        limit_s = self._job_config.batch_timeout_s
         if not limit_s or open_s <= limit_s:
             return
         text = duration_text(limit_s).removesuffix("00s") if limit_s >= 60 else f"{limit_s:g}s"
@@ -10413,7 +10442,6 @@ class Supervisor:
             return Outcome(ExitCode.PERSON_NEEDED, run, self._letter(run, attempt))
         asked = code if code == ExitCode.INTERRUPTED else self._stops.exit_code()
         if run.state == RunState.PAUSED and run.reason == Reason.MAINTENANCE:
-            self._admitted -= 1  # it began nothing
             kind = MaintenanceOverdue if code == ExitCode.PERSON_NEEDED else MaintenanceOn
             words = {"unchanged": attempt.unchanged or "", "todo": attempt.todo or ""}
             raise kind(attempt.error or "", **words)
@@ -10454,7 +10482,7 @@ class Patience:
 
     def __init__(self, job_config: JobConfig, host: Host) -> None:
         self._job_config, self._host = job_config, host
-        self._number, self._losses, self._since = -1, 0, 0.0
+        self._batch, self._losses, self._since = (0, 0), 0, 0.0
         self._paused_at: float | None = None
         self._counted_at = 0.0  # up to here the pause is in the run's row
         self.wait_s = 0.0
@@ -10462,8 +10490,9 @@ class Patience:
     def lose(self, run: Run) -> None:
         """Take note of another failure of the batch that follows the run's newest commit."""
         options, now = self._job_config, self._host.monotonic()
-        if run.number != self._number:
-            self._number, self._losses, self._since = run.number, 0, now
+        batch = (run.key, run.number)
+        if batch != self._batch:
+            self._batch, self._losses, self._since = batch, 0, now
         longest_s = min(options.retry_max_wait_s, options.retry_for_s - (now - self._since))
         wait_s = options.retry_first_wait_s * RETRY_FACTOR ** min(self._losses, 20)
         jitter = 0.5 + os.urandom(1)[0] / 512  # of many jobs that lost the same database at once
@@ -10584,8 +10613,8 @@ class StopCounter:
         signal.pthread_sigmask(signal.SIG_BLOCK, self._waited_for)
 
     def look(self) -> None:
-        """Take up a stop that has come already."""
-        if self._waited_for & signal.sigpending():
+        """Take up the stops that have come already, also behind what is only waited for."""
+        while signal.sigpending() & self._waited_for & {*COUNTED_SIGNALS}:
             self.wait(WATCH_INTERVAL_S)
 
     def wait(self, seconds: float) -> None:
@@ -10640,7 +10669,7 @@ class WorkerProcess:
     def __init__(self, order: Order, log_path: Path, run: Run, host: Host) -> None:
         import subprocess  # 25 ms, supervisors only
 
-        self._host, self._asked, self._last_words = host, 0, order.last_words
+        self._host, self._asked = host, 0
         self._exit, self.peak_rss_bytes = 0, 0
         self.killed_for = "The worker did not stop when it was asked to, and was killed."
         self.overdue: LateBatch | None = None
@@ -10649,6 +10678,8 @@ class WorkerProcess:
         self._oom_kills = host.oom_kills()
         self._strangers = set(host.children())  # of whoever became this process by exec
         log = open_log(log_path)
+        self._last_words = os.memfd_create("last words")
+        order = order._replace(last_words=self._last_words)
         context = {"BATCHRUN_RUN_ID": run.id, "BATCHRUN_GENERATION": str(order.generation)}
         try:
             self._process = subprocess.Popen(
@@ -10661,6 +10692,7 @@ class WorkerProcess:
                 env={**os.environ, **context},
             )
         except OSError as error:
+            os.close(self._last_words)
             message = f"The worker's process cannot be started: {error.strerror}."
             raise BatchrunError(message, unchanged="Nothing was done.") from error
         finally:
@@ -10692,10 +10724,10 @@ class WorkerProcess:
             self._asked = rank
             os.kill(self.pid, number)  # not reaped yet, so the number is still its own
 
-    def batch_open_s(self, run: Run) -> float:
-        """Return the time since the worker's start or since its last commit that was seen."""
+    def batch_open_s(self, run: Run, *, releases: bool) -> float:
+        """Return the time since the worker's start, its last commit, or what it released since."""
         now = self._host.monotonic()
-        if run.number != self._open[0]:
+        if releases or run.number != self._open[0]:
             self._open = (run.number, now)
         return now - self._open[1]
 
@@ -11689,7 +11721,7 @@ class Console:
         self.config = ""  # the path given by --config or BATCHRUN_CONFIG
         self._host = host
         self._drawn = False  # whether a live line is there now
-        self._began: tuple[float, int] | None = None  # when progress was first shown, and records
+        self._began = (0, 0.0, 0)  # the run whose progress is shown, since when, and records then
         # the clock of it stands still while a run is paused by health
         self._written = (0, 0.0)  # the tenth of the last plain line, and when
 
@@ -11725,8 +11757,9 @@ class Console:
     def progress(self, run: Run) -> None:
         """Draw the live line anew, or write a line now and then: each tenth, and each minute."""
         now = self._host.monotonic() - run.paused_s
-        self._began = self._began or (now, run.read)
-        began, read_before = self._began
+        if run.key != self._began[0]:
+            self._began, self._written = (run.key, now, run.read), (0, 0.0)
+        _, began, read_before = self._began
         rate = (run.read - read_before) / (now - began) if now > began else 0.0
         if self.live:
             self._draw(progress_line(run, rate, self._host.terminal_columns() - 3))

@@ -226,6 +226,33 @@ def test_batches_are_counted_over_all_attempts(project: Project) -> None:
     assert records(project) == [1, 2, 3, 4, 5, 6]
 
 
+WRITES = """\
+def say(console, text):
+    connection = batchrun.apsw.Connection("state/ledger.db")
+    connection.execute("BEGIN IMMEDIATE; ROLLBACK")
+    connection.close()
+    os.write(2, text.encode() + b"\\n")
+
+batchrun.Console.say = say
+"""
+
+
+def test_what_follows_a_failure_is_said_without_the_write_lock(project: Project) -> None:
+    write_job(project, f"\n                if first(): {RAISES}")
+    project.write_file("say.py", WRITES)
+    ended = project.run("run", "sync", launch=launch_with("exec(open('say.py').read())"))
+    assert ended.code == 0, ended.err
+    assert "The next attempt begins in 0.0 s: try 2 of 3.\n" in ended.err
+
+
+def test_a_job_that_outgrows_in_process_is_paused(project: Project) -> None:
+    write_job(project, config='recycle_above = "1MB"\n')
+    ended = project.run("run", "sync", "--in-process")
+    assert (ended.code, run_row(project)) == (75, ("paused", "stop", 1))
+    assert re.fullmatch(r"The worker held \d+ MB, more than recycle_above\.\n", ended.err)
+    assert project.run("resume", "--all").code == 0
+
+
 # --- poison and plan B ----------------------------------------------------------------------------
 
 

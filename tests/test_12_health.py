@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -671,6 +672,35 @@ def test_patience_counts_a_pause_once_and_not_as_time_of_trying() -> None:
     host.now_s = 112.0
     assert (counted, patience.paused_s, patience.end_pause()) == ([0, 7, 3], 12, 2)
     assert (patience.paused_s, patience.end_pause()) == (0, 0)
+
+
+def test_patience_begins_anew_with_each_run() -> None:
+    options = SimpleNamespace(retry_max_wait_s=60, retry_for_s=60, retry_first_wait_s=1)
+    patience = batchrun.Patience(cast("Any", options), LateHost())
+    for _ in range(3):
+        patience.lose(RUN)
+    assert patience.wait_s >= 8
+    patience.lose(RUN._replace(key=RUN.key + 1))
+    assert patience.wait_s < 2
+
+
+def test_progress_begins_anew_with_each_run(capfd: pytest.CaptureFixture[str]) -> None:
+    host = LateHost()
+    console = batchrun.Console(host)
+    console.verbose = True
+    first = RUN._replace(read=0, expected=1000)
+    console.progress(first)
+    host.late_s = 10.0
+    console.progress(first._replace(read=1000))
+    second = first._replace(key=first.key + 1)
+    console.progress(second)
+    host.late_s = 20.0
+    console.progress(second._replace(read=100))
+    shown = [line.split() for line in capfd.readouterr().err.splitlines()]
+    assert [(words[1], round(float(words[5].rstrip("/s")), -1)) for words in shown] == [
+        ("100%", 100),
+        ("10%", 10),
+    ]
 
 
 def test_a_pause_is_not_in_the_rate(capfd: pytest.CaptureFixture[str]) -> None:

@@ -92,6 +92,15 @@ def test_three_sigterms_within_half_a_second_are_one_stop(project: Project) -> N
     assert run_row(project) == ("paused", "stop", 2)
 
 
+def test_a_stop_is_seen_behind_a_timer_that_is_still_pending() -> None:
+    line = (
+        "stops = batchrun.StopCounter(batchrun.Host()); stops.begin();"
+        "[os.kill(os.getpid(), number) for number in (17, 14, 15)];"
+        "stops.look(); os._exit(stops.count)"
+    )
+    assert subprocess.run(launch_with(line), check=False).returncode == 1
+
+
 def test_a_hangup_that_was_ignored_at_the_start_stays_ignored(project: Project) -> None:
     write_job(project, "hold('go')")
     process = start_held(project, launch=("nohup", *LAUNCH))
@@ -276,6 +285,21 @@ def test_a_worker_that_cannot_be_started_leaves_the_run_interrupted(project: Pro
     )
     assert not is_locked(project)
     finish_after(project, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [("run sync", "sys.executable = '/nowhere/python'"), ("run sync --in-process", "pass")],
+)
+def test_an_attempt_without_a_worker_process_leaves_no_file_for_last_words(
+    project: Project, words: str, line: str
+) -> None:
+    write_job(project)
+    settled = at("attempt.settled=stop")
+    process = project.start(*words.split(), env=settled, launch=launch_with(line))
+    wait_for(lambda: is_stopped(process.pid), "the end of the attempt")
+    held = [str(file.readlink()) for file in Path(f"/proc/{process.pid}/fd").iterdir()]
+    assert [name for name in held if "last words" in name] == []
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])

@@ -381,7 +381,9 @@ def in_situation(ledger: Ledger, name: str) -> list[Run]:
         "has a live owner": [("reserved", ""), ("running", "")],
         "awaits a person: its next batch is poison": [("awaiting", "poison")],
         "waits for an answer": [("awaiting", "approval"), ("awaiting", "")],
-        "has a start that was deferred": [("waiting", ""), ("failed", ""), ("paused", "person")],
+        "has a start that was deferred": [
+            *[("waiting", ""), ("failed", ""), ("paused", "person"), ("awaiting", "poison")]
+        ],
         "was paused by a person": [("paused", "person"), ("interrupted", ""), ("failed", "")],
         "has its answer": [("awaiting", "approval")],
         "failed": [("failed", "")],

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import Ended, Project, clean_environment, wait_for
+from test_12_attempts import CLOCK, FAST
 
 import batchrun
 
@@ -239,6 +240,30 @@ def test_what_a_killed_attempt_left_is_removed_before_the_job_s_first_line(shop:
     dropped = [line for line in IN_ORDER if line.startswith("dropped")]
     assert shop.done() == [*dropped, "begun", *IN_ORDER]
     shop.require_all_clean()
+
+
+HOURS = (
+    CLOCK.rpartition("batchrun.Ledger")[0]
+    + """
+def releases_until(self, run, known=batchrun.Ledger.releases_until):
+    return known(self, run) and float("inf")  # a moment on the worker's own, slow clock
+
+batchrun.Ledger.releases_until = releases_until
+"""
+)
+TAKES_LONG = """
+    Path("hang.reached").write_text(str(os.getpid()))
+    time.sleep(0.3)
+    Path("hang.reached").unlink()"""
+
+
+def test_the_time_of_what_was_left_is_not_the_first_batch_s(shop: Shop) -> None:
+    with killed(shop) as run:
+        shop.write(before="time.sleep(0.5)", dropping=TAKES_LONG)
+        shop.project.write_file("clock.py", HOURS)
+        ended = shop.project.run("resume", run, launch=FAST)
+    assert ended.code == 0, ended.err
+    assert shop.rows("SELECT count(*) FROM attempt WHERE ending = 'overdue'") == [(0,)]
 
 
 def test_a_stop_while_what_was_left_is_removed_does_not_reach_the_job(shop: Shop) -> None:

@@ -436,6 +436,51 @@ def test_a_later_attempt_of_a_run_that_is_going_on_meets_the_barrier_too(
     assert states(shop)[-1] == ("sync", "succeeded", "")
 
 
+def test_a_start_that_would_begin_anew_for_a_changed_source_is_deferred_as_a_run_of_its_own(
+    shop: Project, crowd: Crowd
+) -> None:
+    shop.write(CONFIG.replace("tags", 'on_changed_source = "fresh"\ntags'), sync=FEED_JOB)
+    shop.write_file("feed.csv", "sku\n" + "".join(f"{n}\n" for n in range(1, 11)))
+    assert crowd.run("run sync --batches 1") == 75
+    shop.write_file("feed.csv", "sku\n" + "".join(f"{n}\n" for n in range(1, 21)))
+    (pid,) = crowd.start(("attempt.settled=stop", "run sync --when-blocked defer"))
+    held(pid)
+    assert shop.run("maintenance", "on").code == 0
+    os.kill(pid, signal.SIGCONT)
+    assert crowd.end() == [75]
+    assert rows(shop, "SELECT state, fresh_in_a_row, deferred IS NULL FROM run ORDER BY key") == [
+        ("cancelled", 0, 1),
+        ("waiting", 1, 0),
+    ]
+    assert crowd.run("maintenance off") == 0
+    assert crowd.run("resume --all") == 0
+    assert states(shop)[-1] == ("sync", "succeeded", "")
+
+
+def test_a_fresh_start_that_its_version_closes_is_deferred_as_the_run_that_it_began(
+    shop: Project, crowd: Crowd
+) -> None:
+    assert crowd.run("maintenance on --version sync<4") == 0
+    assert crowd.run("run sync --fresh --when-blocked defer") == 75
+    assert states(shop) == [("sync", "paused", "maintenance")]
+    assert deferred(shop) == [("sync", "paused")]
+
+
+def test_the_tick_begins_and_records_nothing_while_maintenance_is_on(
+    shop: Project, crowd: Crowd
+) -> None:
+    assert crowd.run("run sync --batches 1") == 75
+    before = events(shop)
+    lockfile(shop).touch()
+    assert [crowd.run("resume --all"), crowd.run("resume --all")] == [0, 0]
+    assert events(shop) == [*before, "maintenance on"]  # which nobody had met before
+    assert crowd.run("maintenance off") == 0
+    assert crowd.run("maintenance on --version sync<4") == 0
+    assert crowd.run("-v resume --all") == 0
+    assert "\nNothing was started.\nWhen the maintenance" in crowd.said()
+    assert "refused: maintenance" not in events(shop)
+
+
 # --- deferred starts ------------------------------------------------------------------------------
 
 
@@ -541,6 +586,22 @@ def test_a_start_deferred_on_a_failed_run_lets_the_tick_go_on_with_it(
     assert crowd.run("maintenance on") == 0
     assert crowd.run("run sync --when-blocked defer") == 75
     assert states(shop) == [("sync", "failed", "")]
+    (shop.folder / "ok").touch()
+    assert crowd.run("maintenance off") == 0
+    assert crowd.run("resume --all") == 0
+    assert states(shop) == [("sync", "succeeded", "")]
+
+
+def test_a_resume_of_poison_that_was_deferred_is_begun_by_the_tick(
+    shop: Project, crowd: Crowd
+) -> None:
+    config = CONFIG.replace("[defaults]", '[defaults]\nmax_tries = 1\nretry_for = "1h"')
+    shop.write(config, sync=JOB.replace("HERE", "if not Path('ok').exists(): 1 / 0"))
+    assert crowd.run("run sync") == 13
+    assert states(shop) == [("sync", "awaiting", "poison")]
+    assert crowd.run("maintenance on") == 0
+    assert crowd.run("run sync --when-blocked defer") == 13
+    assert crowd.run("resume sync --when-blocked defer") == 75
     (shop.folder / "ok").touch()
     assert crowd.run("maintenance off") == 0
     assert crowd.run("resume --all") == 0

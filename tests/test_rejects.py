@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Ended, Project, clean_environment
+from conftest import Ended, Project, clean_environment, wait_for
 from test_08_jobs import PRELUDE, Shop
+from test_11_worker import at
+from test_12_supervisor import is_stopped
 
 import batchrun
 from batchrun import ConfigurationError, Reject, RejectLimit, load_config
@@ -499,6 +501,21 @@ def test_a_timer_that_meets_an_unfinished_retry_goes_on_with_it_and_then_runs_th
         ("succeeded", 3, 0),
         ("succeeded", 20, 1),
     ]
+
+
+def test_a_timer_that_has_finished_a_retry_and_meets_maintenance_is_deferred(
+    rejected: Shop,
+) -> None:
+    bad(rejected)
+    assert retry(rejected, "sync", point="batch.handed_out@2=kill").code == -signal.SIGKILL
+    words = ("run", "sync", "--when-blocked", "defer")
+    process = rejected.project.start(*words, env=at("attempt.settled=stop"))
+    wait_for(lambda: is_stopped(process.pid), "the end of the retry")
+    assert rejected.project.run("maintenance", "on").code == 0
+    os.kill(process.pid, signal.SIGCONT)
+    assert rejected.project.finish(process).code == 75
+    found = rejected.rows("SELECT state, deferred IS NULL, retry_of IS NULL FROM run ORDER BY key")
+    assert found == [("succeeded", 1, 1), ("succeeded", 1, 0), ("waiting", 0, 1)]
 
 
 def test_a_retry_goes_through_a_worker_of_its_own(rejected: Shop) -> None:
