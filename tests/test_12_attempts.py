@@ -612,6 +612,15 @@ def test_a_worker_that_has_outgrown_is_followed_by_a_fresh_one(project: Project)
     assert 100_000_000 < most < 140_000_000
 
 
+def test_a_fresh_start_stays_one_run_in_however_many_workers(project: Project) -> None:
+    write_job(project, config='recycle_above = "1MB"\n')
+    assert project.run("run", "sync", "--batches", "1").code == 75
+    assert project.run("run", "sync", "--fresh").code == 0
+    states = rows(project, "SELECT state, read FROM run ORDER BY key")
+    assert states == [("cancelled", 5), ("succeeded", 10)]
+    assert [ending for ending, *_ in attempts(project)][1:] == ["recycled", "recycled", "succeeded"]
+
+
 def test_what_the_worker_holds_is_recorded_with_each_commit(project: Project) -> None:
     opens = "\n    held = [open('/dev/null') for _ in range(20)]"
     opens += "\n    import socket; held += socket.socketpair() * 1"
