@@ -11092,7 +11092,7 @@ class Drainer:
         for run in self._left:
             if not wish.finish and run.request is None and run.state in OWNED:
                 self._ledger.ask_to_drain(run, self._who)
-            if late_s >= 0:
+            if wish.interrupts and late_s >= 0:
                 self._interrupt(run, cast("Attempt", self._ledger.last_attempt(run)))
 
     def _interrupt(self, run: Run, attempt: Attempt) -> None:

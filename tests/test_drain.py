@@ -253,6 +253,19 @@ def test_a_drain_without_a_deadline_to_wait_for_names_who_still_runs(shop: Proje
     shop.finish(process)
 
 
+@pytest.mark.parametrize(("words", "code"), [((), 75), (("--finish",), 0)])
+def test_what_still_runs_at_the_deadline_is_left_alone(
+    shop: Project, words: tuple[str, ...], code: int
+) -> None:
+    process = start_held(shop)
+    assert shop.run("drain", "--deadline", "0", *words).code == 11
+    assert rows(shop, "SELECT why FROM event WHERE what = 'drain interrupts'") == []
+    assert rows(shop, "SELECT request FROM run") == [("drain" if code else None,)]
+    let_go(shop)
+    assert shop.finish(process).code == code
+    assert states(shop)[0][1:3] == (("paused", "drain") if code else ("succeeded", ""))
+
+
 def test_what_runs_past_the_deadline_is_interrupted_and_done_again(shop: Project) -> None:
     process = start_held(shop)
     ended = shop.run("drain", "--deadline", "0", "--then", "interrupt")
