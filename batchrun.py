@@ -2999,11 +2999,12 @@ STATE_AFTER = {
 def after_ending(run: Run, attempt: Attempt) -> After:
     """Return what becomes of a run whose next attempt nobody is there to begin."""
     state = STATE_AFTER.get(cast("Ending", attempt.ending), RunState.FAILED)
+    reason = attempt.reason or ""
     if attempt.may_be_followed:
         state = RunState.INTERRUPTED  # plan B is the supervisor's, and it went away
     if attempt.ending in (Ending.STOPPED, Ending.AWAITS) and run.request == Request.CANCEL:
-        state = RunState.CANCELLED
-    return After(state, attempt.reason or "", attempt.error or "")
+        state, reason = RunState.CANCELLED, Reason.PERSON
+    return After(state, reason, attempt.error or "")
 
 
 TABLES: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch"}

@@ -419,6 +419,21 @@ def test_a_pause_stays_a_persons_pause(shop: Project) -> None:
     assert states(shop) == [("sync", "paused", "person", 3)]
 
 
+def test_a_persons_cancel_is_never_called_the_drains(shop: Project) -> None:
+    hold(shop)
+    process = shop.start("run", "sync", env=at("worker.ended=stop"))
+    wait_for((shop.folder / "sync.held").exists, "the job to be held")
+    worker = worker_of(process)
+    drain = start_drain(shop)
+    let_go(shop)
+    held(worker)  # after it has stopped for the drain
+    assert shop.run("cancel", "sync").code == 0
+    os.kill(worker, signal.SIGCONT)
+    assert shop.finish(drain).code == 0
+    shop.finish(process)
+    assert states(shop) == [("sync", "cancelled", "person", 3)]
+
+
 # --- the report ---------------------------------------------------------------------------------
 
 
