@@ -10956,16 +10956,19 @@ class Stopper:
 #
 # A run is in one class, by what it is when the drain ends, and never moved to reach zero. It ends
 # with 0 if and only if all are free, the runs counted by event ids are the runs found, and nothing
-# was admitted behind the barrier (else 3); with 13 if an owner is orphaned or frozen, which no
-# waiting will change; with 11 if others still run; with 75 or 130 if it was stopped itself; with 1
+# was admitted behind the barrier (else 3); with 13 if an owner is orphaned or frozen, or heeded no
+# stop, which no waiting will change; with 11 if others still run; with 75 or 130 if it was stopped itself; with 1
 # if its barrier fell meanwhile. What was asked for stands, and the next drain goes on.
 #
 #   first ask      a request in the ledger, as soon as the barrier is up (not with --finish)
 #   deadline       with --then interrupt: TERM to the supervisor, and once more as a second stop; to
 #                  a worker without one SIGUSR1. What follows is the supervisor's, as for any stop
+#   bound          stop_grace, 10 s or stop_grace (the less) and 2 s later: who is not gone by then
+#                  heeds no stop
 
 DRAINED_AS = ("finished", "stopped", "awaiting", "deferred", "running", "orphaned")
 SECOND_STOP_AFTER_S = ONE_STOP_DEFAULT_S + 0.5  # surely not taken for the same one
+GONE_AFTER_S = 2.0  # for an owner to be gone after its KILL
 
 
 class DrainWish(NamedTuple):
@@ -11043,7 +11046,7 @@ class Drainer:
                 break
             self._stops.wait(WATCH_INTERVAL_S)
         self._watcher.draw("")
-        return self._end(find)
+        return self._end(wish, find)
 
     def _is_up(self, barrier: Barrier) -> bool:
         return barrier.is_of(self._state.maintenance.find())
@@ -11054,8 +11057,8 @@ class Drainer:
             return 0.0
         jobs = self._config.jobs
         graces_s = [jobs[run.job].stop_grace_s for run in self._left if run.job in jobs]
-        grace_s = max(graces_s, default=0.0)
-        return grace_s + min(grace_s, KILL_AFTER_INTERRUPT_S) + LOCK_LIMIT_S
+        grace_s = max(graces_s, default=KILL_AFTER_INTERRUPT_S)
+        return grace_s + min(grace_s, KILL_AFTER_INTERRUPT_S) + GONE_AFTER_S
 
     def _concerns(self, barrier: Barrier, run: Run) -> bool:
         """Tell whether the barrier closes a run's job; a version that is not known yet counts."""
@@ -11130,13 +11133,13 @@ class Drainer:
 
     # -- its end -------------------------------------------------------------------------------
 
-    def _end(self, find: Callable[[], Lockfile | None]) -> Drain:
+    def _end(self, wish: DrainWish, find: Callable[[], Lockfile | None]) -> Drain:
         """Record how every run was found, and what follows from it."""
         account = self._look(self._ledger.barrier_of(self._drain))
         runs = [each._asdict() for each in account.runs]
         kept = account._asdict() | {"runs": runs}
         del kept["barrier"]  # the drain's own row names it
-        code = self._code(account)
+        code = self._code(wish, account)
         return self._ledger.end_drain(self._drain, self._who, code, find, kept)
 
     def account(self, drain: Drain) -> Account:
@@ -11181,7 +11184,7 @@ class Drainer:
             frozen=any(map(self._host.is_stopped, owners)),
         )
 
-    def _code(self, account: Account) -> ExitCode:
+    def _code(self, wish: DrainWish, account: Account) -> ExitCode:
         """Return what the drain ends with; see the head of this part."""
         if not account.adds_up:
             return ExitCode.FINDINGS
@@ -11190,7 +11193,7 @@ class Drainer:
         if self._stops.count:
             return self._stops.exit_code()
         stuck = any(each.frozen or each.stands == "orphaned" for each in account.runs)
-        return ExitCode.PERSON_NEEDED if stuck else ExitCode.BUSY
+        return ExitCode.PERSON_NEEDED if stuck or wish.interrupts else ExitCode.BUSY
 
 
 def living_owners(run: Run, attempt: Attempt, host: Host) -> list[ProcessIdentity]:
@@ -11199,7 +11202,7 @@ def living_owners(run: Run, attempt: Attempt, host: Host) -> list[ProcessIdentit
     The supervisor of a run at rest may be at another one: the tick begins one after another.
     """
     recorded = [attempt.supervisor if run.state in OWNED else None, attempt.worker]
-    return [process for process in recorded if process and host.is_alive(process)]
+    return [process for process in dict.fromkeys(recorded) if process and host.is_alive(process)]
 
 
 def drained_as(run: Run, attempt: Attempt | None, owners: Sequence[ProcessIdentity]) -> str:
@@ -11405,8 +11408,9 @@ DRAIN_ENDS = {  # exit code of a drain -> what it says
     ExitCode.DONE: "nobody may write any more",
     ExitCode.FAILED: "its barrier fell before it had ended; nothing is proven",
     ExitCode.FINDINGS: "IT DOES NOT ADD UP; what is below is not to be trusted",
-    ExitCode.BUSY: "some still run past its deadline; batchrun drain goes on with it",
-    ExitCode.PERSON_NEEDED: "an owner is orphaned or frozen, and a person is needed",
+    ExitCode.BUSY: "some still run past its deadline; batchrun drain goes on with it, or interrupts"
+    " them: batchrun drain --then interrupt",
+    ExitCode.PERSON_NEEDED: "an owner is orphaned, frozen or heeds no stop; a person is needed",
     ExitCode.STOPPED: "it was stopped; batchrun drain goes on with it",
     ExitCode.INTERRUPTED: "it was stopped by Ctrl-C; batchrun drain goes on with it",
 }
@@ -11441,7 +11445,7 @@ def drain_text(drain: Drain) -> str:
 def render_drain(summary: dict[str, Any]) -> str:
     """Return a drain's report as text."""
     barrier, sums, rows = summary["barrier"], summary["sums"], summary["turned_away"]
-    ended = DRAIN_ENDS[summary["exit_code"] if summary["adds_up"] else ExitCode.FINDINGS]
+    code = summary["exit_code"] if summary["adds_up"] else ExitCode.FINDINGS
     reason = f" ({barrier['reason']})" if barrier["reason"] else ""
     only = f", only {', '.join(barrier['scopes'])}" if barrier["scopes"] else ""
     classes = " + ".join(f"{count} {name}" for name, count in sums.items())
@@ -11452,10 +11456,10 @@ def render_drain(summary: dict[str, Any]) -> str:
     starts = (f"{row['starts']} of {row['job']} {row['done']}" for row in rows)
     return "\n".join(
         [
-            f"drain {summary['id']}: {ended}",
+            f"drain {summary['id']}: {DRAIN_ENDS[code]}",
             f"  barrier     {barrier['id']}, since {barrier['at']} by {by}",
             f"  unfinished  {summary['total']} runs = {classes}",
-            *(render_drained(run) for run in summary["runs"]),
+            *(render_drained(run, ended=code is not None) for run in summary["runs"]),
             f"  operations  {summary['operations']} unaccounted for",
             f"  starts      {', '.join(starts) or 'none was turned away'}",
             f"  admitted    {', '.join(behind) or 'nothing'} between {between}",
@@ -11463,12 +11467,12 @@ def render_drain(summary: dict[str, Any]) -> str:
     )
 
 
-def render_drained(run: dict[str, Any]) -> str:
+def render_drained(run: dict[str, Any], *, ended: bool) -> str:
     """Return one run of a drain as text: its class, where it stands, who owns it."""
     owners = " and ".join(f"pid {o['pid']} (start {o['ticks']})" for o in run["owners"])
     by = f", owned by {owners}{', frozen' if run['frozen'] else ''}" if owners else ""
-    stuck = run["frozen"] or run["stands"] == "orphaned"
-    todo = f"\n{'':14}to end it: batchrun cancel --kill {run['run']}" * stuck
+    stuck = run["frozen"] or run["stands"] == "orphaned" or (ended and by)
+    todo = f"\n{'':14}to end it: batchrun cancel --kill {run['run']}" * bool(stuck)
     where = f"run {run['run']} at commit {run['number']}, {state_text(run)}"
     return f"  {run['stands']:<11} {run['job']}: {where}{by}{todo}"
 

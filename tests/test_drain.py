@@ -34,8 +34,9 @@ name = "other"
 """
 
 # Ten records in two batches, into a target. A file NAME.hold holds the job before its second
-# batch, NAME.fail lets it raise there, NAME.ask lets it ask for an approval.
+# batch (with NAME.deaf as well it heeds no TERM), NAME.fail lets it raise there, NAME.ask lets it ask for an approval.
 JOB = """\
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,8 @@ def is_there(name):
     return Path(name).exists()
 
 def meet(name):
+    if is_there(f"{name}.deaf"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     while is_there(f"{name}.hold"):
         Path(f"{name}.held").touch()
         time.sleep(0.002)
@@ -85,6 +88,7 @@ def sync(ctx: Context[Settings]):
             rows.executemany("INSERT INTO done VALUES (?)", [(n,) for n in batch])
         yield batch
 """
+SHORT = CONFIG.replace('stop_grace = "30s"', 'stop_grace = "1s"')
 HELD_AT = 2  # the commit after which a held job stands: the step, and one batch
 
 
@@ -237,14 +241,18 @@ def test_a_drain_without_a_deadline_to_wait_for_names_who_still_runs(shop: Proje
     ticks = {pid: Host().identify(pid) for pid in (process.pid, worker)}
     owners = " and ".join(f"pid {p} (start {i.ticks})" for p, i in ticks.items() if i)
     assert ended.code == 11
-    first, _, total, line, *_ = ended.out.splitlines()
-    assert first == ("drain 1: some still run past its deadline; batchrun drain goes on with it")
+    first, _, total, line, todo, *_ = ended.out.splitlines()
+    assert first == (
+        "drain 1: some still run past its deadline; batchrun drain goes on with it, or interrupts"
+        " them: batchrun drain --then interrupt"
+    )
     assert total == (
         "  unfinished  1 runs = 0 finished + 0 stopped + 0 awaiting + 0 deferred + 1 running"
         " + 0 orphaned"
     )
     run = run_id(shop)
     assert line == f"  running     sync: run {run} at commit 2, running, owned by {owners}"
+    assert todo.strip() == f"to end it: batchrun cancel --kill {run}"
     assert shop.run("status").out.splitlines()[1] == first
     drain = start_drain(shop)
     let_go(shop)
@@ -323,6 +331,38 @@ def test_a_frozen_owner_needs_a_person(shop: Project) -> None:
     let_go(shop)
     assert shop.run("drain").code == 0
     assert shop.finish(process).code == 75
+
+
+def waited_s(project: Project) -> float:
+    """Return how long the drain went on after it had begun to interrupt."""
+    sql = "SELECT (julianday(ended_at) - julianday(at)) * 86400 FROM drain"
+    return float(rows(project, sql)[0][0])
+
+
+def test_an_owner_that_hangs_in_process_is_waited_for_within_a_bound(shop: Project) -> None:
+    shop.write(SHORT, sync=JOB)
+    hold(shop, "deaf")
+    process = start_held(shop, "sync", "--in-process")
+    ended = shop.run("drain", "--deadline", "0", "--then", "interrupt")
+    assert ended.code == 13, ended.out
+    lines = ended.out.splitlines()
+    assert lines[0] == "drain 1: an owner is orphaned, frozen or heeds no stop; a person is needed"
+    assert len(re.findall(rf"\bpid {process.pid}\b", lines[3])) == 1
+    assert lines[4].strip() == f"to end it: batchrun cancel --kill {run_id(shop)}"
+    assert 4 <= waited_s(shop) < 4 + 4  # stop_grace, as much again, 2 s; and the time to look
+    assert shop.run("cancel", "--kill", "sync").code == 0
+    shop.finish(process)
+
+
+def test_a_frozen_owner_is_waited_for_within_the_same_bound(shop: Project) -> None:
+    shop.write(SHORT, sync=JOB)
+    process = start_held(shop)
+    process.send_signal(signal.SIGSTOP)
+    assert shop.run("drain", "--deadline", "0", "--then", "interrupt").code == 13
+    assert 4 <= waited_s(shop) < 4 + 4
+    process.send_signal(signal.SIGCONT)
+    shop.finish(process)
+    assert shop.run("drain").code == 0
 
 
 def test_who_was_killed_without_a_word_is_settled_and_the_tick_goes_on(shop: Project) -> None:
