@@ -10955,10 +10955,11 @@ class Stopper:
 #   orphaned    not free, and its supervisor is gone
 #
 # A run is in one class, by what it is when the drain ends, and never moved to reach zero. It ends
-# with 0 if and only if all are free, the runs counted by event ids are the runs found, and nothing
-# was admitted behind the barrier (else 3); with 13 if an owner is orphaned or frozen, or heeded no
-# stop, which no waiting will change; with 11 if others still run; with 75 or 130 if it was stopped itself; with 1
-# if its barrier fell meanwhile. What was asked for stands, and the next drain goes on.
+# with 0 if and only if all are free, the runs counted by event ids are the runs found, nothing was
+# admitted behind the barrier, and each of its scopes names a job or a tag (else 3); with 13 if an
+# owner is orphaned or frozen, or heeded no stop, which no waiting will change; with 11 if others
+# still run; with 75 or 130 if it was stopped itself; with 1 if its barrier fell meanwhile. What was
+# asked for stands, and the next drain goes on.
 #
 #   first ask      a request in the ledger, as soon as the barrier is up (not with --finish)
 #   deadline       with --then interrupt: TERM to the supervisor, and once more as a second stop; to
@@ -11001,11 +11002,14 @@ class Account(NamedTuple):
     counted: list[str]  # ids of the runs that there should be, by event ids alone
     behind: list[tuple[str, str, int, int]]  # as `Ledger.admitted_behind`, of jobs that were closed
     until: int  # the event up to which it was found
+    unknown: list[str]  # scopes of the barrier that name no job and no tag
+    is_up: bool  # whether the barrier is up at this moment
 
     @property
     def adds_up(self) -> bool:
-        """Whether every run is in one class, and nothing was admitted behind the barrier."""
-        return sorted(self.counted) == sorted(each.run for each in self.runs) and not self.behind
+        """Whether every run is in one class, none came behind the barrier, and it is understood."""
+        found = sorted(each.run for each in self.runs)
+        return sorted(self.counted) == found and not self.behind and not self.unknown
 
 
 class Drainer:
@@ -11148,7 +11152,8 @@ class Drainer:
         if kept is None:
             return self._look(barrier)
         runs = [Drained(**each) for each in kept["runs"]]
-        return Account(barrier=barrier, **{**kept, "runs": runs})
+        now = {"barrier": barrier, "runs": runs, "is_up": self._is_up(barrier)}
+        return Account(**kept | now)
 
     def _look(self, barrier: Barrier) -> Account:
         """Return what there is to account for now."""
@@ -11161,7 +11166,17 @@ class Drainer:
             counted=[run.id for run, is_counted in concerned if is_counted],
             behind=[row for row in admitted if self._closes(barrier, row[0])],
             until=until,
+            unknown=[scope for scope in barrier.scopes if not self._is_known(scope)],
+            is_up=self._is_up(barrier),
         )
+
+    def _is_known(self, scope: str) -> bool:
+        """Tell whether a scope names something; who writes a lockfile by hand may mistype it."""
+        kind, _, name = scope.partition(":")
+        if kind == "tag":
+            return any(name in job.tags for job in self._config.jobs.values())
+        job = name.partition("<")[0]
+        return job in self._config.jobs or self._ledger.latest(job) is not None
 
     def _found(self, run: Run) -> Drained:
         """Return how a run stands, without taking its lock."""
@@ -11405,7 +11420,7 @@ def render_lockfile(found: Lockfile, now: str) -> list[str]:
 
 DRAIN_ENDS = {  # exit code of a drain -> what it says
     None: "it goes on, or was killed; batchrun drain goes on with it",
-    ExitCode.DONE: "nobody may write any more",
+    ExitCode.DONE: "nobody{of} may write any more",
     ExitCode.FAILED: "its barrier fell before it had ended; nothing is proven",
     ExitCode.FINDINGS: "IT DOES NOT ADD UP; what is below is not to be trusted",
     ExitCode.BUSY: "some still run past its deadline; batchrun drain goes on with it, or interrupts"
@@ -11423,29 +11438,39 @@ def summarise_drain(
     sums = dict.fromkeys(DRAINED_AS, 0)
     for run in account.runs:
         sums[run.stands] += 1
+    adds_up = account.adds_up and sum(sums.values()) == len(account.counted)
+    found = drain if adds_up else drain._replace(exit_code=ExitCode.FINDINGS)
     return {
         **{name: value for name, value in drain._asdict().items() if name != "report"},
         "barrier": account.barrier._asdict(),
+        "is_up": account.is_up,
+        "unknown_scopes": account.unknown,
         "runs": [run._asdict() for run in account.runs],
         "total": len(account.counted),
         "sums": sums,
         "operations": sum(run.operations for run in account.runs),
-        "adds_up": account.adds_up and sum(sums.values()) == len(account.counted),
+        "adds_up": adds_up,
+        "ended": drain_text(found, account.barrier, is_up=account.is_up),
         "turned_away": [dict(zip(("done", "job", "starts"), row, strict=True)) for row in away],
         "admitted_behind": account.behind,
         "until_event": account.until,
     }
 
 
-def drain_text(drain: Drain) -> str:
-    """Return how a drain stands, in one line."""
-    return f"drain {drain.id}: {DRAIN_ENDS[cast('ExitCode | None', drain.exit_code)]}"
+def drain_text(drain: Drain, barrier: Barrier, *, is_up: bool = True) -> str:
+    """Return how a drain stands, in one line: of which jobs, and whether it tells of now."""
+    ended = DRAIN_ENDS[cast("ExitCode | None", drain.exit_code)]
+    of = f" of {', '.join(barrier.scopes)}" if barrier.scopes else ""
+    since = f" since {barrier.closed_at}" if barrier.closed_at else ""
+    over = "" if is_up else f", of a maintenance that is over{since}"
+    return f"drain {drain.id}{over}: {ended.format(of=of)}"
 
 
 def render_drain(summary: dict[str, Any]) -> str:
     """Return a drain's report as text."""
     barrier, sums, rows = summary["barrier"], summary["sums"], summary["turned_away"]
-    code = summary["exit_code"] if summary["adds_up"] else ExitCode.FINDINGS
+    unknown = ", ".join(summary["unknown_scopes"])
+    wrong = f"  scopes      {unknown}: no job or tag has that name, so nothing of it was closed"
     reason = f" ({barrier['reason']})" if barrier["reason"] else ""
     only = f", only {', '.join(barrier['scopes'])}" if barrier["scopes"] else ""
     classes = " + ".join(f"{count} {name}" for name, count in sums.items())
@@ -11456,15 +11481,27 @@ def render_drain(summary: dict[str, Any]) -> str:
     starts = (f"{row['starts']} of {row['job']} {row['done']}" for row in rows)
     return "\n".join(
         [
-            f"drain {summary['id']}: {DRAIN_ENDS[code]}",
+            summary["ended"],
             f"  barrier     {barrier['id']}, since {barrier['at']} by {by}",
+            *([wrong] * bool(unknown)),
             f"  unfinished  {summary['total']} runs = {classes}",
-            *(render_drained(run, ended=code is not None) for run in summary["runs"]),
+            *(
+                render_drained(run, ended=summary["exit_code"] is not None)
+                for run in summary["runs"]
+            ),
             f"  operations  {summary['operations']} unaccounted for",
             f"  starts      {', '.join(starts) or 'none was turned away'}",
             f"  admitted    {', '.join(behind) or 'nothing'} between {between}",
+            render_door(is_up=summary["is_up"]),
         ]
     )
+
+
+def render_door(*, is_up: bool) -> str:
+    """Return how the door stands when a drain is told of, and what to type then."""
+    if is_up:
+        return "  maintenance is still on; when the deploy is done: batchrun maintenance off"
+    return "  maintenance is over, so this is of then; to begin anew: batchrun drain"
 
 
 def render_drained(run: dict[str, Any], *, ended: bool) -> str:
@@ -12033,11 +12070,12 @@ def status_command(app: App, *, name: str | None) -> ExitCode:
             leaks = [event.why for event in ledger.events(run, what=LEAK)] if run else []
             success = ledger.last_success(job)
             jobs.append(summarise_job(job, run, stands, success, refused, stuck, leaks))
-        drain = ledger.drain_of(ledger.barrier())
+        barrier = ledger.barrier()
+        drain = ledger.drain_of(barrier)
     lockfile = app.state.maintenance.find()
     text = render_one_status(jobs[0]) if name else render_status(jobs, app.host.now())
     said = render_lockfile(lockfile, app.host.now()) if lockfile else []
-    said += [drain_text(drain)] if drain and lockfile else []
+    said += [drain_text(drain, barrier)] if drain and barrier and lockfile else []
     said += [warning] if (warning := app.state.warning()) else []
     for each_job in jobs:
         each_job["next"] = app.console.typed(each_job["next"])

@@ -34,7 +34,8 @@ name = "other"
 """
 
 # Ten records in two batches, into a target. A file NAME.hold holds the job before its second
-# batch (with NAME.deaf as well it heeds no TERM), NAME.fail lets it raise there, NAME.ask lets it ask for an approval.
+# batch (with NAME.deaf as well it heeds no TERM), NAME.fail lets it raise there, NAME.ask lets it
+# ask for an approval.
 JOB = """\
 import signal
 import time
@@ -89,6 +90,8 @@ def sync(ctx: Context[Settings]):
         yield batch
 """
 SHORT = CONFIG.replace('stop_grace = "30s"', 'stop_grace = "1s"')
+STILL_ON = "  maintenance is still on; when the deploy is done: batchrun maintenance off"
+IS_OVER = "  maintenance is over, so this is of then; to begin anew: batchrun drain"
 HELD_AT = 2  # the commit after which a held job stands: the step, and one batch
 
 
@@ -196,6 +199,7 @@ def test_a_drain_stops_what_runs_at_its_next_safe_point_and_proves_it(shop: Proj
         "  operations  0 unaccounted for\n"
         "  starts      none was turned away\n"
         f"  admitted    nothing between event {opened} and the drain's end\n"
+        f"{STILL_ON}\n"
     )
     assert shop.run("report", "drain") == Ended(0, ended.out, "")
     assert shop.run("drain") == Ended(0, ended.out, "")  # drained already
@@ -203,7 +207,12 @@ def test_a_drain_stops_what_runs_at_its_next_safe_point_and_proves_it(shop: Proj
     assert shop.run("status").out.splitlines()[1] == "drain 1: nobody may write any more"
     finish(shop)
     assert done(shop) == [*range(1, 11)]
-    assert shop.run("report", "drain", "1").out == ended.out  # what it proved stays
+    (at,) = rows(shop, "SELECT closed_at FROM barrier")[0]
+    told = shop.run("report", "drain", "1").out.splitlines()
+    over = f"drain 1, of a maintenance that is over since {at}"
+    assert told[0] == f"{over}: nobody may write any more"
+    assert told[1:-1] == ended.out.splitlines()[1:-1]  # what it proved stays
+    assert told[-1] == IS_OVER
     assert "drain 1" not in shop.run("status").out
 
 
@@ -394,6 +403,7 @@ def test_a_drain_that_is_stopped_goes_on_when_it_is_typed_again(
     assert ended.code == code
     assert drains(shop) == [(1, 1, code)]
     assert "batchrun drain goes on with it\n" in ended.out
+    assert ended.out.endswith(f"{STILL_ON}\n")
     assert rows(shop, "SELECT request FROM run") == [("drain",)]
     let_go(shop)
     assert shop.run("drain").code == 0
@@ -407,9 +417,11 @@ def test_a_drain_whose_barrier_falls_proves_nothing(shop: Project) -> None:
     lockfile(shop).unlink()
     ended = shop.finish(drain)
     assert ended.code == 1
-    assert ended.out.startswith(
-        "drain 1: its barrier fell before it had ended; nothing is proven\n"
-    )
+    (at,) = rows(shop, "SELECT closed_at FROM barrier")[0]
+    over = f"drain 1, of a maintenance that is over since {at}"
+    lines = ended.out.splitlines()
+    assert lines[0] == f"{over}: its barrier fell before it had ended; nothing is proven"
+    assert lines[-1] == IS_OVER
     let_go(shop)
     assert shop.finish(process).code == 75
 
@@ -447,6 +459,47 @@ def test_a_drain_concerns_the_jobs_that_the_barrier_closes(
     assert rows(shop, "SELECT request FROM run") == [("drain" if code else None,)]
     let_go(shop)
     assert shop.finish(process).code == (75 if code else 0)
+
+
+def test_what_a_scoped_drain_proves_names_its_scope(shop: Project, crowd: Crowd) -> None:
+    process = start_held(shop, "other")
+    assert crowd.run("maintenance on --job sync") == 0
+    ended = shop.run("drain", "--json")
+    assert ended.code == 0
+    assert ended.document["ended"] == "drain 1: nobody of job:sync may write any more"
+    assert crowd.run("report drain") == 0
+    assert crowd.said().startswith("drain 1: nobody of job:sync may write any more\n")
+    assert crowd.run("status") == 0
+    assert crowd.said().splitlines()[1] == "drain 1: nobody of job:sync may write any more"
+    let_go(shop, job="other")
+    assert shop.finish(process).code == 0
+
+
+@pytest.mark.parametrize("scope", ["job:synk", "tag:nigtly", "version:synk<3"])
+def test_a_scope_that_names_nothing_does_not_add_up(
+    shop: Project, crowd: Crowd, scope: str
+) -> None:
+    assert crowd.run("run sync") == 0
+    lockfile(shop).write_text(f'{{"scopes": ["job:sync", "{scope}"]}}')
+    for words in ("drain", "drain", "report drain"):
+        assert crowd.run(words) == 3
+        first, _, scopes, *_ = crowd.said().splitlines()
+        assert first == "drain 1: IT DOES NOT ADD UP; what is below is not to be trusted"
+        wrong = "no job or tag has that name, so nothing of it was closed"
+        assert scopes == f"  scopes      {scope}: {wrong}"
+
+
+@pytest.mark.usefixtures("shop")
+def test_an_old_drain_is_not_taken_for_the_one_of_now(crowd: Crowd) -> None:
+    for words in ("run sync", "drain", "maintenance off", "maintenance on"):
+        assert crowd.run(words) == 0
+    assert crowd.run("report drain") == 0
+    first, *_, last = crowd.said().splitlines()
+    assert re.fullmatch(
+        r"drain 1, of a maintenance that is over since 20[-0-9T:.]+Z: nobody may write any more",
+        first,
+    )
+    assert last == IS_OVER
 
 
 def test_a_pause_stays_a_persons_pause(shop: Project) -> None:
