@@ -11122,16 +11122,17 @@ class Drainer:
             self._host.send(to, number)
 
     def _tell(self, wish: DrainWish, late_s: float) -> None:
-        """Say what blocks, each once, and show all of it on a terminal."""
+        """Say what blocks, each once, and show in short what is left of it on a terminal."""
         texts = []
         for run in self._left:
             attempt, pace = cast("Attempt", self._ledger.last_attempt(run)), self._ledger.pace(run)
             open_since = max(attempt.began_at, pace[2] if pace else "")
             due = due_text(run, pace, open_since, self._host.now(), finish=wish.finish)
-            texts.append(f"{run.job}: run {run.id}, batch {run.batches + 1}{due}")
+            batch = f"batch {run.batches + 1}"
+            texts.append(f"{run.job}, {batch}, {due.rpartition(', ')[2]}")
             if run.key not in self._said:
                 self._said.add(run.key)
-                self._watcher.say(f"waiting for {texts[-1]}")
+                self._watcher.say(f"waiting for {run.job}: run {run.id}, {batch}{due}")
         over = "past its deadline" if late_s >= 0 else f"{duration_text(-late_s)} left"
         self._watcher.draw(f"drain, {over}, waits for {len(texts)}: {'; '.join(texts)}")
 

@@ -13,10 +13,11 @@ import pytest
 from conftest import LAUNCH, ROOT, Ended, Project, clean_environment, wait_for
 from test_11_worker import at, rows, worker_of
 from test_12_supervisor import error_output
-from test_maintenance import LONG, Crowd, crowd_in, held, ledger_of, lockfile
+from test_14_command_line import on_a_terminal
+from test_maintenance import LONG, Crowd, crowd_in, held, lockfile
 from test_stopping import is_gone
 
-from batchrun import Drainer, DrainWish, Host, Run, load_config
+from batchrun import Host
 
 CONFIG = """\
 min_free = "1MB"
@@ -584,46 +585,17 @@ def test_what_a_drain_does_not_understand_changes_nothing(project: Project, crow
     assert not project.state.exists()
 
 
-class Onlooker:
-    """Keeps the live lines of a drain, and lets the job go on at the third."""
-
-    def __init__(self, project: Project) -> None:
-        self.project, self.lines = project, list[str]()
-
-    def say(self, text: str) -> None:
-        pass
-
-    def progress(self, run: Run) -> None:
-        pass
-
-    def draw(self, line: str) -> None:
-        self.lines.append(line)
-        if len(self.lines) == 3:
-            let_go(self.project)
-
-
-def test_what_blocks_is_shown_live(shop: Project) -> None:
+def test_what_blocks_is_shown_live_on_a_narrow_terminal(shop: Project) -> None:
     process = start_held(shop)
-    assert shop.run("maintenance", "on").code == 0
-    config, ledger = load_config(shop.folder / "batchrun.toml"), ledger_of(shop)
-    shown = Onlooker(shop)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    try:
-        drain = Drainer(config, ledger, Host(), shown, "a person").run(DrainWish(60))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        while signal.sigtimedwait({signal.SIGALRM, signal.SIGCHLD}, 0):
-            pass
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        ledger.close()
-    assert drain is not None
-    assert drain.exit_code == 0
-    line = (
-        rf"drain, \d+s left, waits for 1: sync: run {run_id(shop)}, batch 2,"
-        r" which take [0-9.]+ s each, (due in|late by) \d+s"
+    code, shown = on_a_terminal(shop, "drain", "--deadline", "1s")
+    assert code == 11
+    drawn = [line for line in re.split(r"\r\x1b\[K|\r\n", shown) if line.startswith("drain, ")]
+    wanted = (
+        r"drain, (\d+s left|past its deadline), waits for 1: sync, batch 2, (due in|late by) \d+s"
     )
-    assert all(re.fullmatch(line, each) for each in shown.lines[:-1]), shown.lines
-    assert shown.lines[-1] == ""
+    assert drawn
+    assert all(re.fullmatch(wanted, line) for line in drawn), drawn
+    let_go(shop)
     shop.finish(process)
 
 
