@@ -2999,11 +2999,12 @@ STATE_AFTER = {
 def after_ending(run: Run, attempt: Attempt) -> After:
     """Return what becomes of a run whose next attempt nobody is there to begin."""
     state = STATE_AFTER.get(cast("Ending", attempt.ending), RunState.FAILED)
+    reason = attempt.reason or ""
     if attempt.may_be_followed:
         state = RunState.INTERRUPTED  # plan B is the supervisor's, and it went away
     if attempt.ending in (Ending.STOPPED, Ending.AWAITS) and run.request == Request.CANCEL:
-        state = RunState.CANCELLED
-    return After(state, attempt.reason or "", attempt.error or "")
+        state, reason = RunState.CANCELLED, Reason.PERSON
+    return After(state, reason, attempt.error or "")
 
 
 TABLES: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch"}
@@ -10954,17 +10955,21 @@ class Stopper:
 #   orphaned    not free, and its supervisor is gone
 #
 # A run is in one class, by what it is when the drain ends, and never moved to reach zero. It ends
-# with 0 if and only if all are free, the runs counted by event ids are the runs found, and nothing
-# was admitted behind the barrier (else 3); with 13 if an owner is orphaned or frozen, which no
-# waiting will change; with 11 if others still run; with 75 or 130 if it was stopped itself; with 1
-# if its barrier fell meanwhile. What was asked for stands, and the next drain goes on.
+# with 0 if and only if all are free, the runs counted by event ids are the runs found, nothing was
+# admitted behind the barrier, and each of its scopes names a job or a tag (else 3); with 13 if an
+# owner is orphaned or frozen, or heeded no stop, which no waiting will change; with 11 if others
+# still run; with 75 or 130 if it was stopped itself; with 1 if its barrier fell meanwhile. What was
+# asked for stands, and the next drain goes on.
 #
 #   first ask      a request in the ledger, as soon as the barrier is up (not with --finish)
 #   deadline       with --then interrupt: TERM to the supervisor, and once more as a second stop; to
 #                  a worker without one SIGUSR1. What follows is the supervisor's, as for any stop
+#   bound          stop_grace, 10 s or stop_grace (the less) and 2 s later: who is not gone by then
+#                  heeds no stop
 
 DRAINED_AS = ("finished", "stopped", "awaiting", "deferred", "running", "orphaned")
 SECOND_STOP_AFTER_S = ONE_STOP_DEFAULT_S + 0.5  # surely not taken for the same one
+GONE_AFTER_S = 2.0  # for an owner to be gone after its KILL
 
 
 class DrainWish(NamedTuple):
@@ -10997,11 +11002,14 @@ class Account(NamedTuple):
     counted: list[str]  # ids of the runs that there should be, by event ids alone
     behind: list[tuple[str, str, int, int]]  # as `Ledger.admitted_behind`, of jobs that were closed
     until: int  # the event up to which it was found
+    unknown: list[str]  # scopes of the barrier that name no job and no tag
+    is_up: bool  # whether the barrier is up at this moment
 
     @property
     def adds_up(self) -> bool:
-        """Whether every run is in one class, and nothing was admitted behind the barrier."""
-        return sorted(self.counted) == sorted(each.run for each in self.runs) and not self.behind
+        """Whether every run is in one class, none came behind the barrier, and it is understood."""
+        found = sorted(each.run for each in self.runs)
+        return sorted(self.counted) == found and not self.behind and not self.unknown
 
 
 class Drainer:
@@ -11042,7 +11050,7 @@ class Drainer:
                 break
             self._stops.wait(WATCH_INTERVAL_S)
         self._watcher.draw("")
-        return self._end(find)
+        return self._end(wish, find)
 
     def _is_up(self, barrier: Barrier) -> bool:
         return barrier.is_of(self._state.maintenance.find())
@@ -11053,8 +11061,8 @@ class Drainer:
             return 0.0
         jobs = self._config.jobs
         graces_s = [jobs[run.job].stop_grace_s for run in self._left if run.job in jobs]
-        grace_s = max(graces_s, default=0.0)
-        return grace_s + min(grace_s, KILL_AFTER_INTERRUPT_S) + LOCK_LIMIT_S
+        grace_s = max(graces_s, default=KILL_AFTER_INTERRUPT_S)
+        return grace_s + min(grace_s, KILL_AFTER_INTERRUPT_S) + GONE_AFTER_S
 
     def _concerns(self, barrier: Barrier, run: Run) -> bool:
         """Tell whether the barrier closes a run's job; a version that is not known yet counts."""
@@ -11092,7 +11100,7 @@ class Drainer:
         for run in self._left:
             if not wish.finish and run.request is None and run.state in OWNED:
                 self._ledger.ask_to_drain(run, self._who)
-            if late_s >= 0:
+            if wish.interrupts and late_s >= 0:
                 self._interrupt(run, cast("Attempt", self._ledger.last_attempt(run)))
 
     def _interrupt(self, run: Run, attempt: Attempt) -> None:
@@ -11114,28 +11122,29 @@ class Drainer:
             self._host.send(to, number)
 
     def _tell(self, wish: DrainWish, late_s: float) -> None:
-        """Say what blocks, each once, and show all of it on a terminal."""
+        """Say what blocks, each once, and show in short what is left of it on a terminal."""
         texts = []
         for run in self._left:
             attempt, pace = cast("Attempt", self._ledger.last_attempt(run)), self._ledger.pace(run)
             open_since = max(attempt.began_at, pace[2] if pace else "")
             due = due_text(run, pace, open_since, self._host.now(), finish=wish.finish)
-            texts.append(f"{run.job}: run {run.id}, batch {run.batches + 1}{due}")
+            batch = f"batch {run.batches + 1}"
+            texts.append(f"{run.job}, {batch}, {due.rpartition(', ')[2]}")
             if run.key not in self._said:
                 self._said.add(run.key)
-                self._watcher.say(f"waiting for {texts[-1]}")
+                self._watcher.say(f"waiting for {run.job}: run {run.id}, {batch}{due}")
         over = "past its deadline" if late_s >= 0 else f"{duration_text(-late_s)} left"
         self._watcher.draw(f"drain, {over}, waits for {len(texts)}: {'; '.join(texts)}")
 
     # -- its end -------------------------------------------------------------------------------
 
-    def _end(self, find: Callable[[], Lockfile | None]) -> Drain:
+    def _end(self, wish: DrainWish, find: Callable[[], Lockfile | None]) -> Drain:
         """Record how every run was found, and what follows from it."""
         account = self._look(self._ledger.barrier_of(self._drain))
         runs = [each._asdict() for each in account.runs]
         kept = account._asdict() | {"runs": runs}
         del kept["barrier"]  # the drain's own row names it
-        code = self._code(account)
+        code = self._code(wish, account)
         return self._ledger.end_drain(self._drain, self._who, code, find, kept)
 
     def account(self, drain: Drain) -> Account:
@@ -11144,7 +11153,8 @@ class Drainer:
         if kept is None:
             return self._look(barrier)
         runs = [Drained(**each) for each in kept["runs"]]
-        return Account(barrier=barrier, **{**kept, "runs": runs})
+        now = {"barrier": barrier, "runs": runs, "is_up": self._is_up(barrier)}
+        return Account(**kept | now)
 
     def _look(self, barrier: Barrier) -> Account:
         """Return what there is to account for now."""
@@ -11157,7 +11167,17 @@ class Drainer:
             counted=[run.id for run, is_counted in concerned if is_counted],
             behind=[row for row in admitted if self._closes(barrier, row[0])],
             until=until,
+            unknown=[scope for scope in barrier.scopes if not self._is_known(scope)],
+            is_up=self._is_up(barrier),
         )
+
+    def _is_known(self, scope: str) -> bool:
+        """Tell whether a scope names something; who writes a lockfile by hand may mistype it."""
+        kind, _, name = scope.partition(":")
+        if kind == "tag":
+            return any(name in job.tags for job in self._config.jobs.values())
+        job = name.partition("<")[0]
+        return job in self._config.jobs or self._ledger.latest(job) is not None
 
     def _found(self, run: Run) -> Drained:
         """Return how a run stands, without taking its lock."""
@@ -11180,7 +11200,7 @@ class Drainer:
             frozen=any(map(self._host.is_stopped, owners)),
         )
 
-    def _code(self, account: Account) -> ExitCode:
+    def _code(self, wish: DrainWish, account: Account) -> ExitCode:
         """Return what the drain ends with; see the head of this part."""
         if not account.adds_up:
             return ExitCode.FINDINGS
@@ -11189,7 +11209,7 @@ class Drainer:
         if self._stops.count:
             return self._stops.exit_code()
         stuck = any(each.frozen or each.stands == "orphaned" for each in account.runs)
-        return ExitCode.PERSON_NEEDED if stuck else ExitCode.BUSY
+        return ExitCode.PERSON_NEEDED if stuck or wish.interrupts else ExitCode.BUSY
 
 
 def living_owners(run: Run, attempt: Attempt, host: Host) -> list[ProcessIdentity]:
@@ -11198,7 +11218,7 @@ def living_owners(run: Run, attempt: Attempt, host: Host) -> list[ProcessIdentit
     The supervisor of a run at rest may be at another one: the tick begins one after another.
     """
     recorded = [attempt.supervisor if run.state in OWNED else None, attempt.worker]
-    return [process for process in recorded if process and host.is_alive(process)]
+    return [process for process in dict.fromkeys(recorded) if process and host.is_alive(process)]
 
 
 def drained_as(run: Run, attempt: Attempt | None, owners: Sequence[ProcessIdentity]) -> str:
@@ -11401,11 +11421,12 @@ def render_lockfile(found: Lockfile, now: str) -> list[str]:
 
 DRAIN_ENDS = {  # exit code of a drain -> what it says
     None: "it goes on, or was killed; batchrun drain goes on with it",
-    ExitCode.DONE: "nobody may write any more",
+    ExitCode.DONE: "nobody{of} may write any more",
     ExitCode.FAILED: "its barrier fell before it had ended; nothing is proven",
     ExitCode.FINDINGS: "IT DOES NOT ADD UP; what is below is not to be trusted",
-    ExitCode.BUSY: "some still run past its deadline; batchrun drain goes on with it",
-    ExitCode.PERSON_NEEDED: "an owner is orphaned or frozen, and a person is needed",
+    ExitCode.BUSY: "some still run past its deadline; batchrun drain goes on with it, or interrupts"
+    " them: batchrun drain --then interrupt",
+    ExitCode.PERSON_NEEDED: "an owner is orphaned, frozen or heeds no stop; a person is needed",
     ExitCode.STOPPED: "it was stopped; batchrun drain goes on with it",
     ExitCode.INTERRUPTED: "it was stopped by Ctrl-C; batchrun drain goes on with it",
 }
@@ -11418,29 +11439,39 @@ def summarise_drain(
     sums = dict.fromkeys(DRAINED_AS, 0)
     for run in account.runs:
         sums[run.stands] += 1
+    adds_up = account.adds_up and sum(sums.values()) == len(account.counted)
+    found = drain if adds_up else drain._replace(exit_code=ExitCode.FINDINGS)
     return {
         **{name: value for name, value in drain._asdict().items() if name != "report"},
         "barrier": account.barrier._asdict(),
+        "is_up": account.is_up,
+        "unknown_scopes": account.unknown,
         "runs": [run._asdict() for run in account.runs],
         "total": len(account.counted),
         "sums": sums,
         "operations": sum(run.operations for run in account.runs),
-        "adds_up": account.adds_up and sum(sums.values()) == len(account.counted),
+        "adds_up": adds_up,
+        "ended": drain_text(found, account.barrier, is_up=account.is_up),
         "turned_away": [dict(zip(("done", "job", "starts"), row, strict=True)) for row in away],
         "admitted_behind": account.behind,
         "until_event": account.until,
     }
 
 
-def drain_text(drain: Drain) -> str:
-    """Return how a drain stands, in one line."""
-    return f"drain {drain.id}: {DRAIN_ENDS[cast('ExitCode | None', drain.exit_code)]}"
+def drain_text(drain: Drain, barrier: Barrier, *, is_up: bool = True) -> str:
+    """Return how a drain stands, in one line: of which jobs, and whether it tells of now."""
+    ended = DRAIN_ENDS[cast("ExitCode | None", drain.exit_code)]
+    of = f" of {', '.join(barrier.scopes)}" if barrier.scopes else ""
+    since = f" since {barrier.closed_at}" if barrier.closed_at else ""
+    over = "" if is_up else f", of a maintenance that is over{since}"
+    return f"drain {drain.id}{over}: {ended.format(of=of)}"
 
 
 def render_drain(summary: dict[str, Any]) -> str:
     """Return a drain's report as text."""
     barrier, sums, rows = summary["barrier"], summary["sums"], summary["turned_away"]
-    ended = DRAIN_ENDS[summary["exit_code"] if summary["adds_up"] else ExitCode.FINDINGS]
+    unknown = ", ".join(summary["unknown_scopes"])
+    wrong = f"  scopes      {unknown}: no job or tag has that name, so nothing of it was closed"
     reason = f" ({barrier['reason']})" if barrier["reason"] else ""
     only = f", only {', '.join(barrier['scopes'])}" if barrier["scopes"] else ""
     classes = " + ".join(f"{count} {name}" for name, count in sums.items())
@@ -11451,23 +11482,35 @@ def render_drain(summary: dict[str, Any]) -> str:
     starts = (f"{row['starts']} of {row['job']} {row['done']}" for row in rows)
     return "\n".join(
         [
-            f"drain {summary['id']}: {ended}",
+            summary["ended"],
             f"  barrier     {barrier['id']}, since {barrier['at']} by {by}",
+            *([wrong] * bool(unknown)),
             f"  unfinished  {summary['total']} runs = {classes}",
-            *(render_drained(run) for run in summary["runs"]),
+            *(
+                render_drained(run, ended=summary["exit_code"] is not None)
+                for run in summary["runs"]
+            ),
             f"  operations  {summary['operations']} unaccounted for",
             f"  starts      {', '.join(starts) or 'none was turned away'}",
             f"  admitted    {', '.join(behind) or 'nothing'} between {between}",
+            render_door(is_up=summary["is_up"]),
         ]
     )
 
 
-def render_drained(run: dict[str, Any]) -> str:
+def render_door(*, is_up: bool) -> str:
+    """Return how the door stands when a drain is told of, and what to type then."""
+    if is_up:
+        return "  maintenance is still on; when the deploy is done: batchrun maintenance off"
+    return "  maintenance is over, so this is of then; to begin anew: batchrun drain"
+
+
+def render_drained(run: dict[str, Any], *, ended: bool) -> str:
     """Return one run of a drain as text: its class, where it stands, who owns it."""
     owners = " and ".join(f"pid {o['pid']} (start {o['ticks']})" for o in run["owners"])
     by = f", owned by {owners}{', frozen' if run['frozen'] else ''}" if owners else ""
-    stuck = run["frozen"] or run["stands"] == "orphaned"
-    todo = f"\n{'':14}to end it: batchrun cancel --kill {run['run']}" * stuck
+    stuck = run["frozen"] or run["stands"] == "orphaned" or (ended and by)
+    todo = f"\n{'':14}to end it: batchrun cancel --kill {run['run']}" * bool(stuck)
     where = f"run {run['run']} at commit {run['number']}, {state_text(run)}"
     return f"  {run['stands']:<11} {run['job']}: {where}{by}{todo}"
 
@@ -12028,11 +12071,12 @@ def status_command(app: App, *, name: str | None) -> ExitCode:
             leaks = [event.why for event in ledger.events(run, what=LEAK)] if run else []
             success = ledger.last_success(job)
             jobs.append(summarise_job(job, run, stands, success, refused, stuck, leaks))
-        drain = ledger.drain_of(ledger.barrier())
+        barrier = ledger.barrier()
+        drain = ledger.drain_of(barrier)
     lockfile = app.state.maintenance.find()
     text = render_one_status(jobs[0]) if name else render_status(jobs, app.host.now())
     said = render_lockfile(lockfile, app.host.now()) if lockfile else []
-    said += [drain_text(drain)] if drain and lockfile else []
+    said += [drain_text(drain, barrier)] if drain and barrier and lockfile else []
     said += [warning] if (warning := app.state.warning()) else []
     for each_job in jobs:
         each_job["next"] = app.console.typed(each_job["next"])

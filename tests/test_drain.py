@@ -13,10 +13,11 @@ import pytest
 from conftest import LAUNCH, ROOT, Ended, Project, clean_environment, wait_for
 from test_11_worker import at, rows, worker_of
 from test_12_supervisor import error_output
-from test_maintenance import LONG, Crowd, crowd_in, held, ledger_of, lockfile
+from test_14_command_line import on_a_terminal
+from test_maintenance import LONG, Crowd, crowd_in, held, lockfile
 from test_stopping import is_gone
 
-from batchrun import Drainer, DrainWish, Host, Run, load_config
+from batchrun import Host
 
 CONFIG = """\
 min_free = "1MB"
@@ -34,8 +35,10 @@ name = "other"
 """
 
 # Ten records in two batches, into a target. A file NAME.hold holds the job before its second
-# batch, NAME.fail lets it raise there, NAME.ask lets it ask for an approval.
+# batch (with NAME.deaf as well it heeds no TERM), NAME.fail lets it raise there, NAME.ask lets it
+# ask for an approval.
 JOB = """\
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +67,8 @@ def is_there(name):
     return Path(name).exists()
 
 def meet(name):
+    if is_there(f"{name}.deaf"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     while is_there(f"{name}.hold"):
         Path(f"{name}.held").touch()
         time.sleep(0.002)
@@ -85,6 +90,9 @@ def sync(ctx: Context[Settings]):
             rows.executemany("INSERT INTO done VALUES (?)", [(n,) for n in batch])
         yield batch
 """
+SHORT = CONFIG.replace('stop_grace = "30s"', 'stop_grace = "1s"')
+STILL_ON = "  maintenance is still on; when the deploy is done: batchrun maintenance off"
+IS_OVER = "  maintenance is over, so this is of then; to begin anew: batchrun drain"
 HELD_AT = 2  # the commit after which a held job stands: the step, and one batch
 
 
@@ -192,6 +200,7 @@ def test_a_drain_stops_what_runs_at_its_next_safe_point_and_proves_it(shop: Proj
         "  operations  0 unaccounted for\n"
         "  starts      none was turned away\n"
         f"  admitted    nothing between event {opened} and the drain's end\n"
+        f"{STILL_ON}\n"
     )
     assert shop.run("report", "drain") == Ended(0, ended.out, "")
     assert shop.run("drain") == Ended(0, ended.out, "")  # drained already
@@ -199,7 +208,12 @@ def test_a_drain_stops_what_runs_at_its_next_safe_point_and_proves_it(shop: Proj
     assert shop.run("status").out.splitlines()[1] == "drain 1: nobody may write any more"
     finish(shop)
     assert done(shop) == [*range(1, 11)]
-    assert shop.run("report", "drain", "1").out == ended.out  # what it proved stays
+    (at,) = rows(shop, "SELECT closed_at FROM barrier")[0]
+    told = shop.run("report", "drain", "1").out.splitlines()
+    over = f"drain 1, of a maintenance that is over since {at}"
+    assert told[0] == f"{over}: nobody may write any more"
+    assert told[1:-1] == ended.out.splitlines()[1:-1]  # what it proved stays
+    assert told[-1] == IS_OVER
     assert "drain 1" not in shop.run("status").out
 
 
@@ -237,20 +251,37 @@ def test_a_drain_without_a_deadline_to_wait_for_names_who_still_runs(shop: Proje
     ticks = {pid: Host().identify(pid) for pid in (process.pid, worker)}
     owners = " and ".join(f"pid {p} (start {i.ticks})" for p, i in ticks.items() if i)
     assert ended.code == 11
-    first, _, total, line, *_ = ended.out.splitlines()
-    assert first == ("drain 1: some still run past its deadline; batchrun drain goes on with it")
+    first, _, total, line, todo, *_ = ended.out.splitlines()
+    assert first == (
+        "drain 1: some still run past its deadline; batchrun drain goes on with it, or interrupts"
+        " them: batchrun drain --then interrupt"
+    )
     assert total == (
         "  unfinished  1 runs = 0 finished + 0 stopped + 0 awaiting + 0 deferred + 1 running"
         " + 0 orphaned"
     )
     run = run_id(shop)
     assert line == f"  running     sync: run {run} at commit 2, running, owned by {owners}"
+    assert todo.strip() == f"to end it: batchrun cancel --kill {run}"
     assert shop.run("status").out.splitlines()[1] == first
     drain = start_drain(shop)
     let_go(shop)
     assert shop.finish(drain).code == 0
     assert drains(shop) == [(1, 1, 0)]
     shop.finish(process)
+
+
+@pytest.mark.parametrize(("words", "code"), [((), 75), (("--finish",), 0)])
+def test_what_still_runs_at_the_deadline_is_left_alone(
+    shop: Project, words: tuple[str, ...], code: int
+) -> None:
+    process = start_held(shop)
+    assert shop.run("drain", "--deadline", "0", *words).code == 11
+    assert rows(shop, "SELECT why FROM event WHERE what = 'drain interrupts'") == []
+    assert rows(shop, "SELECT request FROM run") == [("drain" if code else None,)]
+    let_go(shop)
+    assert shop.finish(process).code == code
+    assert states(shop)[0][1:3] == (("paused", "drain") if code else ("succeeded", ""))
 
 
 def test_what_runs_past_the_deadline_is_interrupted_and_done_again(shop: Project) -> None:
@@ -312,6 +343,38 @@ def test_a_frozen_owner_needs_a_person(shop: Project) -> None:
     assert shop.finish(process).code == 75
 
 
+def waited_s(project: Project) -> float:
+    """Return how long the drain went on after it had begun to interrupt."""
+    sql = "SELECT (julianday(ended_at) - julianday(at)) * 86400 FROM drain"
+    return float(rows(project, sql)[0][0])
+
+
+def test_an_owner_that_hangs_in_process_is_waited_for_within_a_bound(shop: Project) -> None:
+    shop.write(SHORT, sync=JOB)
+    hold(shop, "deaf")
+    process = start_held(shop, "sync", "--in-process")
+    ended = shop.run("drain", "--deadline", "0", "--then", "interrupt")
+    assert ended.code == 13, ended.out
+    lines = ended.out.splitlines()
+    assert lines[0] == "drain 1: an owner is orphaned, frozen or heeds no stop; a person is needed"
+    assert len(re.findall(rf"\bpid {process.pid}\b", lines[3])) == 1
+    assert lines[4].strip() == f"to end it: batchrun cancel --kill {run_id(shop)}"
+    assert 4 <= waited_s(shop) < 4 + 4  # stop_grace, as much again, 2 s; and the time to look
+    assert shop.run("cancel", "--kill", "sync").code == 0
+    shop.finish(process)
+
+
+def test_a_frozen_owner_is_waited_for_within_the_same_bound(shop: Project) -> None:
+    shop.write(SHORT, sync=JOB)
+    process = start_held(shop)
+    process.send_signal(signal.SIGSTOP)
+    assert shop.run("drain", "--deadline", "0", "--then", "interrupt").code == 13
+    assert 4 <= waited_s(shop) < 4 + 4
+    process.send_signal(signal.SIGCONT)
+    shop.finish(process)
+    assert shop.run("drain").code == 0
+
+
 def test_who_was_killed_without_a_word_is_settled_and_the_tick_goes_on(shop: Project) -> None:
     process = start_held(shop)
     for pid in (worker_of(process), process.pid):
@@ -341,6 +404,7 @@ def test_a_drain_that_is_stopped_goes_on_when_it_is_typed_again(
     assert ended.code == code
     assert drains(shop) == [(1, 1, code)]
     assert "batchrun drain goes on with it\n" in ended.out
+    assert ended.out.endswith(f"{STILL_ON}\n")
     assert rows(shop, "SELECT request FROM run") == [("drain",)]
     let_go(shop)
     assert shop.run("drain").code == 0
@@ -354,9 +418,11 @@ def test_a_drain_whose_barrier_falls_proves_nothing(shop: Project) -> None:
     lockfile(shop).unlink()
     ended = shop.finish(drain)
     assert ended.code == 1
-    assert ended.out.startswith(
-        "drain 1: its barrier fell before it had ended; nothing is proven\n"
-    )
+    (at,) = rows(shop, "SELECT closed_at FROM barrier")[0]
+    over = f"drain 1, of a maintenance that is over since {at}"
+    lines = ended.out.splitlines()
+    assert lines[0] == f"{over}: its barrier fell before it had ended; nothing is proven"
+    assert lines[-1] == IS_OVER
     let_go(shop)
     assert shop.finish(process).code == 75
 
@@ -396,6 +462,47 @@ def test_a_drain_concerns_the_jobs_that_the_barrier_closes(
     assert shop.finish(process).code == (75 if code else 0)
 
 
+def test_what_a_scoped_drain_proves_names_its_scope(shop: Project, crowd: Crowd) -> None:
+    process = start_held(shop, "other")
+    assert crowd.run("maintenance on --job sync") == 0
+    ended = shop.run("drain", "--json")
+    assert ended.code == 0
+    assert ended.document["ended"] == "drain 1: nobody of job:sync may write any more"
+    assert crowd.run("report drain") == 0
+    assert crowd.said().startswith("drain 1: nobody of job:sync may write any more\n")
+    assert crowd.run("status") == 0
+    assert crowd.said().splitlines()[1] == "drain 1: nobody of job:sync may write any more"
+    let_go(shop, job="other")
+    assert shop.finish(process).code == 0
+
+
+@pytest.mark.parametrize("scope", ["job:synk", "tag:nigtly", "version:synk<3"])
+def test_a_scope_that_names_nothing_does_not_add_up(
+    shop: Project, crowd: Crowd, scope: str
+) -> None:
+    assert crowd.run("run sync") == 0
+    lockfile(shop).write_text(f'{{"scopes": ["job:sync", "{scope}"]}}')
+    for words in ("drain", "drain", "report drain"):
+        assert crowd.run(words) == 3
+        first, _, scopes, *_ = crowd.said().splitlines()
+        assert first == "drain 1: IT DOES NOT ADD UP; what is below is not to be trusted"
+        wrong = "no job or tag has that name, so nothing of it was closed"
+        assert scopes == f"  scopes      {scope}: {wrong}"
+
+
+@pytest.mark.usefixtures("shop")
+def test_an_old_drain_is_not_taken_for_the_one_of_now(crowd: Crowd) -> None:
+    for words in ("run sync", "drain", "maintenance off", "maintenance on"):
+        assert crowd.run(words) == 0
+    assert crowd.run("report drain") == 0
+    first, *_, last = crowd.said().splitlines()
+    assert re.fullmatch(
+        r"drain 1, of a maintenance that is over since 20[-0-9T:.]+Z: nobody may write any more",
+        first,
+    )
+    assert last == IS_OVER
+
+
 def test_a_pause_stays_a_persons_pause(shop: Project) -> None:
     process = start_held(shop)
     assert shop.run("pause", "sync").code == 0
@@ -404,6 +511,21 @@ def test_a_pause_stays_a_persons_pause(shop: Project) -> None:
     assert shop.finish(drain).code == 0
     assert shop.finish(process).code == 75
     assert states(shop) == [("sync", "paused", "person", 3)]
+
+
+def test_a_persons_cancel_is_never_called_the_drains(shop: Project) -> None:
+    hold(shop)
+    process = shop.start("run", "sync", env=at("worker.ended=stop"))
+    wait_for((shop.folder / "sync.held").exists, "the job to be held")
+    worker = worker_of(process)
+    drain = start_drain(shop)
+    let_go(shop)
+    held(worker)  # after it has stopped for the drain
+    assert shop.run("cancel", "sync").code == 0
+    os.kill(worker, signal.SIGCONT)
+    assert shop.finish(drain).code == 0
+    shop.finish(process)
+    assert states(shop) == [("sync", "cancelled", "person", 3)]
 
 
 # --- the report ---------------------------------------------------------------------------------
@@ -463,46 +585,17 @@ def test_what_a_drain_does_not_understand_changes_nothing(project: Project, crow
     assert not project.state.exists()
 
 
-class Onlooker:
-    """Keeps the live lines of a drain, and lets the job go on at the third."""
-
-    def __init__(self, project: Project) -> None:
-        self.project, self.lines = project, list[str]()
-
-    def say(self, text: str) -> None:
-        pass
-
-    def progress(self, run: Run) -> None:
-        pass
-
-    def draw(self, line: str) -> None:
-        self.lines.append(line)
-        if len(self.lines) == 3:
-            let_go(self.project)
-
-
-def test_what_blocks_is_shown_live(shop: Project) -> None:
+def test_what_blocks_is_shown_live_on_a_narrow_terminal(shop: Project) -> None:
     process = start_held(shop)
-    assert shop.run("maintenance", "on").code == 0
-    config, ledger = load_config(shop.folder / "batchrun.toml"), ledger_of(shop)
-    shown = Onlooker(shop)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    try:
-        drain = Drainer(config, ledger, Host(), shown, "a person").run(DrainWish(60))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        while signal.sigtimedwait({signal.SIGALRM, signal.SIGCHLD}, 0):
-            pass
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        ledger.close()
-    assert drain is not None
-    assert drain.exit_code == 0
-    line = (
-        rf"drain, \d+s left, waits for 1: sync: run {run_id(shop)}, batch 2,"
-        r" which take [0-9.]+ s each, (due in|late by) \d+s"
+    code, shown = on_a_terminal(shop, "drain", "--deadline", "1s")
+    assert code == 11
+    drawn = [line for line in re.split(r"\r\x1b\[K|\r\n", shown) if line.startswith("drain, ")]
+    wanted = (
+        r"drain, (\d+s left|past its deadline), waits for 1: sync, batch 2, (due in|late by) \d+s"
     )
-    assert all(re.fullmatch(line, each) for each in shown.lines[:-1]), shown.lines
-    assert shown.lines[-1] == ""
+    assert drawn
+    assert all(re.fullmatch(wanted, line) for line in drawn), drawn
+    let_go(shop)
     shop.finish(process)
 
 

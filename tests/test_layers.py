@@ -29,12 +29,12 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Operations": 200,
     "Recovery": 615,
     "Worker": 740,
-    "Supervisor": 1_520,
-    "Reports": 410,
-    "Command line": 1_080,
+    "Supervisor": 1_540,
+    "Reports": 430,
+    "Command line": 1_085,
 }
 COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 12_836  # must stay under
+LINES_IN_ALL = 12_881  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
