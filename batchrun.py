@@ -3548,7 +3548,9 @@ class Ledger:
                 run = self._insert_run(job, start, RunState.WAITING)
             self._keep_overrides(run, start)
             first = {"at": self._host.now(), "who": start.who} | (run.deferred or {})
-            self._set_run(run, deferred={**first, **note})
+            # a start outdates a pause here too
+            request = None if run.request == Request.PAUSE else run.request
+            self._set_run(run, deferred={**first, **note}, request=request)
             self._event(run, start.who, DEFERRED, why)
             reach("defer.commit")
         reach("defer.committed")
@@ -4124,6 +4126,8 @@ class Ledger:
             return
         if run.state in (RunState.WAITING, RunState.AWAITING):
             self._wish(run, Request.PAUSE, who)
+            if run.state == RunState.AWAITING:
+                self._set_run(run, deferred=None)
             return
         self._supersede(run)
         self._change(run, RunState.RESERVED)
@@ -8857,6 +8861,8 @@ def situation(ledger: Ledger, run: Run) -> str:
     """Return how an unfinished run stands: a key of ANSWERS, the first that applies."""
     awaits = run.state == RunState.AWAITING
     answered = run.reason == Reason.APPROVAL and ledger.open_question(run) is None
+    if run.state == RunState.WAITING and is_paused_by_person(run):
+        return "was paused by a person"  # decided after it was deferred
     stands = {
         "has a live owner": run.state in OWNED,
         "has a start that was deferred": run.deferred is not None,
@@ -8893,7 +8899,8 @@ def what_next(ledger: Ledger, run: Run) -> tuple[str, str]:
     """Return why an unfinished run stands as it does, and the line to type."""
     todo = f"batchrun resume {run.id}"
     if run.deferred is not None:
-        deferred = f"A start was deferred at {run.deferred['at']}; the tick begins it."
+        begins = f"only {todo} begins it" if is_paused_by_person(run) else "the tick begins it"
+        deferred = f"A start was deferred at {run.deferred['at']}; {begins}."
         return f"{run.error or ''}\n{deferred}".strip(), todo
     if run.state != RunState.AWAITING:
         return run.error or "", todo
@@ -12328,6 +12335,8 @@ def stopped(
 
 def stop_text(run: Run, request: Request, stands: Standing, *, is_done: bool) -> str:
     """Return what became of a wish to stop a run."""
+    if is_done and run.state == RunState.WAITING:
+        return f"waits; only batchrun resume {run.id} begins it"
     if is_done:
         has = "has" if run.state in (RunState.SUCCEEDED, RunState.FAILED) else "is"
         return f"{has} {run.state}" + f" ({run.request} is asked for)" * bool(run.request)

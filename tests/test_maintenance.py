@@ -703,6 +703,52 @@ def test_of_sixteen_that_race_for_a_deferred_start_exactly_one_begins_it(
     assert admitted_behind_barriers(shop) == []
 
 
+def test_a_pause_of_a_deferred_start_wins_until_a_person_resumes_it(
+    shop: Project, crowd: Crowd
+) -> None:
+    assert crowd.run("maintenance on") == 0
+    assert crowd.run("run sync --when-blocked defer") == 75
+    run = rows(shop, "SELECT id FROM run")[0][0]
+    for words in ("pause sync", "pause sync --wait"):
+        assert crowd.run(words) == 0
+        assert crowd.said() == f"run {run} of sync waits; only batchrun resume {run} begins it\n"
+    assert crowd.run("run sync --when-blocked defer") == 13
+    assert crowd.run("maintenance off") == 0
+    assert [crowd.run("resume --all"), crowd.run("run sync")] == [0, 13]
+    assert "was paused by a person" in crowd.said()
+    assert "the tick begins it" not in crowd.said()
+    assert states(shop) == [("sync", "waiting", "")]
+    assert crowd.run("resume sync") == 0
+    assert states(shop) == [("sync", "succeeded", "")]
+
+
+def test_a_resume_that_is_deferred_outdates_the_pause_of_a_deferred_start(
+    shop: Project, crowd: Crowd
+) -> None:
+    assert crowd.run("maintenance on") == 0
+    assert crowd.run("run sync --when-blocked defer") == 75
+    assert crowd.run("pause sync") == 0
+    assert crowd.run("resume sync --when-blocked defer") == 75
+    assert crowd.run("maintenance off") == 0
+    assert crowd.run("resume --all") == 0
+    assert states(shop) == [("sync", "succeeded", "")]
+
+
+def test_what_is_said_to_withdraw_the_note_on_an_unfinished_run_withdraws_it(
+    shop: Project, crowd: Crowd
+) -> None:
+    config = CONFIG.replace("tags", "max_tries = 1\ntags")
+    shop.write(config, sync=JOB.replace("HERE", "os._exit(9)"))
+    assert crowd.run("run sync") == 13  # its batch is poison
+    assert crowd.run("maintenance on") == 0
+    assert crowd.run("resume sync --when-blocked defer") == 75
+    assert crowd.run(crowd.said().splitlines()[-1].partition("batchrun ")[2]) == 0
+    assert deferred(shop) == []
+    assert crowd.run("maintenance off") == 0
+    assert crowd.run("resume --all") == 0
+    assert rows(shop, "SELECT count(*) FROM attempt") == [(1,)]
+
+
 # --- killed at every step -------------------------------------------------------------------------
 
 
