@@ -27,14 +27,14 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Health": 885,
     "Jobs": 2_430,
     "Operations": 200,
-    "Recovery": 615,
+    "Recovery": 620,
     "Worker": 740,
-    "Supervisor": 1_520,
+    "Supervisor": 1_595,
     "Reports": 410,
-    "Command line": 1_080,
+    "Command line": 1_085,
 }
 COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 12_836  # must stay under
+LINES_IN_ALL = 12_921  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
