@@ -3549,7 +3549,9 @@ class Ledger:
                 run = self._insert_run(job, start, RunState.WAITING)
             self._keep_overrides(run, start)
             first = {"at": self._host.now(), "who": start.who} | (run.deferred or {})
-            self._set_run(run, deferred={**first, **note})
+            # a start outdates a pause here too
+            request = None if run.request == Request.PAUSE else run.request
+            self._set_run(run, deferred={**first, **note}, request=request)
             self._event(run, start.who, DEFERRED, why)
             reach("defer.commit")
         reach("defer.committed")
@@ -4125,6 +4127,8 @@ class Ledger:
             return
         if run.state in (RunState.WAITING, RunState.AWAITING):
             self._wish(run, Request.PAUSE, who)
+            if run.state == RunState.AWAITING:
+                self._set_run(run, deferred=None)
             return
         self._supersede(run)
         self._change(run, RunState.RESERVED)
@@ -6050,8 +6054,9 @@ class Job:
         name, raw = job_config.name, job_config.settings
         if self.settings is not None:
             return build_settings(self.settings, raw, job=name, overrides=overrides, folder=folder)
-        if raw:
-            message = f"The job {name} has no settings, but {', '.join(raw)} is given."
+        if raw or overrides:
+            given = ", ".join([*raw, *overrides])
+            message = f"The job {name} has no settings, but {given} is given."
             raise ConfigurationError(message, unchanged="Nothing was begun.")
         return None
 
@@ -8714,7 +8719,8 @@ def rehearsal(
             require_loads(config, run, stands, versions.get(run.job))
         except BatchrunError as error:
             what = f"run {run.id} of {run.job} could not go on: {error.what}"
-            findings.append(Finding(what, error.why, error.todo))
+            todo = error.todo or f"batchrun cancel {run.id}"
+            findings.append(Finding(what, error.why, todo))
     return findings
 
 
@@ -8860,7 +8866,7 @@ def situation(ledger: Ledger, run: Run) -> str:
     answered = run.reason == Reason.APPROVAL and ledger.open_question(run) is None
     stands = {
         "has a live owner": run.state in OWNED,
-        "has a start that was deferred": run.deferred is not None,
+        "has a start that was deferred": run.deferred is not None and run.request != Request.PAUSE,
         "awaits a person: its next batch is poison": awaits and run.reason == Reason.POISON,
         "waits for an answer": awaits and not answered,
         "was paused by a person": is_paused_by_person(run),
@@ -8894,7 +8900,8 @@ def what_next(ledger: Ledger, run: Run) -> tuple[str, str]:
     """Return why an unfinished run stands as it does, and the line to type."""
     todo = f"batchrun resume {run.id}"
     if run.deferred is not None:
-        deferred = f"A start was deferred at {run.deferred['at']}; the tick begins it."
+        begins = f"only {todo} begins it" if is_paused_by_person(run) else "the tick begins it"
+        deferred = f"A start was deferred at {run.deferred['at']}; {begins}."
         return f"{run.error or ''}\n{deferred}".strip(), todo
     if run.state != RunState.AWAITING:
         return run.error or "", todo
@@ -9772,7 +9779,10 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 # A supervisor that is killed while it waits leaves the run to the next start, as interrupted.
 # The admission of every attempt asks whether maintenance closes the job, also of one that a
 # supervisor begins by itself. Where it does, a run that was going on is paused (75); a start is
-# refused (12; 13 once the maintenance is overdue) or deferred (75, once it is stored).
+# refused (12; 13 once the maintenance is overdue) or deferred (75, once it is stored). A fresh one
+# is not deferred while a run is unfinished: nothing is cancelled behind the barrier. A second one
+# takes nothing away that the first one asked for, but replaces what it asks for itself. What is
+# stored begins no run in a period that has its success, and none that a person paused since.
 #
 #   first stop     SIGTERM to the worker: it ends at its next safe point
 #   second stop    SIGUSR1, also when stop_grace is over: the batch is given up and rolled back
@@ -9800,6 +9810,7 @@ ONE_STOP_DEFAULT_S = 1.0
 KILL_AFTER_INTERRUPT_S = 10.0  # or stop_grace again, if that is less
 RETRY_FACTOR = 4  # each wait is so much longer than the one before
 ORPHAN_GRACE_S = 2.0
+DEFER_WAIT_S = 5.0  # for the lock, which another start that is stored holds for a moment
 
 
 class Launch(NamedTuple):
@@ -9839,6 +9850,40 @@ class Outcome(NamedTuple):
     run: Run | None = None
     letter: str = ""
     signalled: bool = False  # whether this process was asked to stop, and not only the run
+
+
+def deferred_letter(before: Run | None, run: Run, refusal: MaintenanceOn) -> str:
+    """Return that a start is stored, what it replaces, when it begins, how to withdraw it."""
+    note = cast("dict[str, Any]", run.deferred)
+    withdraw = "cancel" if run.state == RunState.WAITING else "pause"
+    lines = [
+        f"{run.job}: the start is deferred since {note['at']}, as run {run.id}.",
+        refusal.what,
+        refusal.why,
+        refusal.todo if isinstance(refusal, MaintenanceOverdue) else "",
+    ]
+    if before is not None and before.deferred:
+        was, now = (stored_words(each) for each in (before, run))
+        first = "the one that was deferred before"
+        is_same = (before.id, was) == (run.id, now)
+        replaced = f"It replaces {first} as run {before.id}: {was}; now {now}."
+        lines += [f"It is the same as {first}." if is_same else replaced]
+    if run.overrides:
+        lines += ["Its settings are checked by the job's worker, when it begins."]
+    lines += [
+        "The tick (batchrun resume --all) begins it once when that is over.",
+        f"To withdraw it: batchrun {withdraw} {run.id}",
+    ]
+    return "\n".join(filter(None, lines))
+
+
+def stored_words(run: Run) -> str:
+    """Return what a deferred start asks for beyond its run, as the words of its options."""
+    note = run.deferred or {}
+    words = [f"--set {name}={text}" for name, text in run.overrides.items()]
+    words += [f"--accept-{each}" for each in note.get("acceptances", ())]
+    words += [f"--batches {note['batches']}"] if note.get("batches") else []
+    return " ".join([*words, *["--fresh"] * bool(note.get("fresh"))]) or "nothing more"
 
 
 class Watcher(Protocol):
@@ -9945,21 +9990,44 @@ class Supervisor:
 
     def _defer(self, refusal: MaintenanceOn) -> Outcome:
         """Store the start durably, under the job's lock, and say so only then."""
-        if self._lock.descriptor < 0 and not self._take_lock():
+        if self._lock.descriptor < 0 and not self._take_lock_to_defer():
             return Outcome(self._stops.exit_code())
+        before, launch = self._ledger.unfinished(self._launch.job), self._launch
         start = self._start()._replace(require_admission=self._state.maintenance.find)
-        note = {"acceptances": self._launch.acceptances, "batches": self._launch.batches}
-        run = self._ledger.defer(self._launch.job, start, note, refusal.what)
+        if before is None and not launch.only_resume and (skipped := self._skipped(None)):
+            return skipped
+        if before and before.state != RunState.WAITING and launch.fresh and start.fresh:
+            raise self._not_deferred(before, refusal)
+        names = ("acceptances", "batches", "fresh")
+        note = {name: value for name in names if (value := getattr(launch, name))}
+        run = self._ledger.defer(launch.job, start, note, refusal.what)
         if run.finished:
             return Outcome(ExitCode.DONE, run)
-        since = cast("dict[str, str]", run.deferred)["at"]
-        letter = (
-            f"{run.job}: the start is deferred since {since}, as run {run.id}.\n{refusal.what}\n"
-            f"The tick (batchrun resume --all) begins it once when that is over.\n"
-            f"To withdraw it: batchrun {'cancel' if run.state == RunState.WAITING else 'pause'}"
-            f" {run.id}"
+        return Outcome(ExitCode.STOPPED, run, deferred_letter(before, run, refusal))
+
+    def _not_deferred(self, run: Run, refusal: MaintenanceOn) -> MaintenanceOn:
+        """Record the refusal of a fresh start that would cancel a run behind the barrier."""
+        what = f"A fresh start of {run.job} is not deferred while run {run.id} is unfinished."
+        self._ledger.note(self._who, REFUSED, what, job=run.job)
+        return type(refusal)(
+            what,
+            why=f"{refusal.what}\n{refusal.why}".strip(),
+            unchanged="Nothing was stored; the refusal is recorded.",
+            todo=f"Give the run up, then type this again: batchrun cancel {run.id}",
         )
-        return Outcome(ExitCode.STOPPED, run, letter)
+
+    def _take_lock_to_defer(self) -> bool:
+        """Take the job's lock; wait a little for another start that is turned away just now."""
+        until = self._host.monotonic() + DEFER_WAIT_S
+        self._stops.look()
+        while not self._stops.count and self._host.monotonic() < until:
+            if self._lock.acquire():
+                return True
+            run = self._ledger.unfinished(self._launch.job)
+            if run and (run.state in OWNED or run.checks_at):
+                break
+            self._stops.wait(WATCH_INTERVAL_S)
+        return self._take_lock()
 
     def _take_lock(self) -> bool:
         """Take the job's lock; wait only for an orphaned worker that commits its last batch.
@@ -10014,10 +10082,8 @@ class Supervisor:
         unfinished = self._ledger.unfinished(self._launch.job)
         if self._launch.only_resume and unfinished is None:
             return Outcome(ExitCode.DONE, self._ledger.latest(self._launch.job))
-        if unfinished is None and (said := self._succeeded_in_this_period()):
-            self._ledger.note(self._who, "skipped: once per period", said, job=self._launch.job)
-            self._watcher.say(said)
-            return Outcome(ExitCode.DONE)
+        if (skipped := self._skipped(unfinished)) is not None:
+            return skipped
         outcome = self._attempt(self._admit())
         while (run := outcome.run) is not None:
             kept = run.state == RunState.RESERVED or run.checks_at
@@ -10054,13 +10120,28 @@ class Supervisor:
         ended = run is not None and run.retry_of and run.state == RunState.SUCCEEDED
         return bool(wanted and ended and not self._stops.count)
 
-    def _succeeded_in_this_period(self) -> str:
+    def _skipped(self, unfinished: Run | None) -> Outcome | None:
+        """End a start that would begin a run in a period that has its success already.
+
+        A run that waits has not begun: it is cancelled, with the same words.
+        """
+        waits = unfinished is not None and unfinished.state == RunState.WAITING
+        if (unfinished and not waits) or not (said := self._succeeded_in_this_period(unfinished)):
+            return None
+        self._ledger.note(self._who, "skipped: once per period", said, job=self._launch.job)
+        self._watcher.say(said)
+        if unfinished is not None:
+            self._ledger.cancel(unfinished, self._who, said)
+        return Outcome(ExitCode.DONE)
+
+    def _succeeded_in_this_period(self, waiting: Run | None) -> str:
         """Return that no run is to begin before the next period, or nothing.
 
         A run counts for the period in which it succeeded, by the days of the job's zone.
         """
         job, success = self._job_config, self._ledger.last_success(self._launch.job)
-        anyway = self._launch.fresh or self._launch.retry
+        asked = waiting and (waiting.retry_of or (waiting.deferred or {}).get("fresh"))
+        anyway = self._launch.fresh or self._launch.retry or asked
         if not job.once_per or anyway or success is None:
             return ""
         moments = (self._host.now(), cast("str", success.ended_at))
@@ -10462,6 +10543,8 @@ class Supervisor:
             text += f"\nCommit {run.number} stands: {run.read:,} records are done."
         if not attempt.todo:
             text += f"\nThe log: {self._state.log_path(run)}\nTo go on: batchrun resume {run.id}"
+        if run.overrides and attempt.exit_code == ConfigurationError.exit_code:
+            text += f"\nWithout its --set, from the start: batchrun run {run.job} --fresh"
         return text
 
 
@@ -12372,6 +12455,8 @@ def stopped(
 
 def stop_text(run: Run, request: Request, stands: Standing, *, is_done: bool) -> str:
     """Return what became of a wish to stop a run."""
+    if is_done and run.state == RunState.WAITING:
+        return f"waits; only batchrun resume {run.id} begins it"
     if is_done:
         has = "has" if run.state in (RunState.SUCCEEDED, RunState.FAILED) else "is"
         return f"{has} {run.state}" + f" ({run.request} is asked for)" * bool(run.request)

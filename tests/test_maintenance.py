@@ -624,9 +624,21 @@ def test_a_run_that_a_person_paused_is_deferred_by_a_person_only(
     assert states(shop) == [("sync", "succeeded", "")]
 
 
-def test_a_fresh_start_is_deferred_as_a_run_of_its_own(shop: Project, crowd: Crowd) -> None:
+def test_a_fresh_start_is_not_deferred_while_a_run_is_unfinished(
+    shop: Project, crowd: Crowd
+) -> None:
     assert crowd.run("run sync --batches 1") == 75
     assert crowd.run("maintenance on") == 0
+    assert crowd.run("run sync --fresh --when-blocked defer") == 12
+    run = rows(shop, "SELECT id FROM run")[0][0]
+    first, second, third, fourth = crowd.said().splitlines()
+    assert first == f"A fresh start of sync is not deferred while run {run} is unfinished."
+    assert second.startswith("Maintenance is on: ")
+    assert third == "Nothing was stored; the refusal is recorded."
+    assert fourth == f"Give the run up, then type this again: batchrun cancel {run}"
+    assert states(shop) == [("sync", "paused", "stop")]
+    assert events(shop)[-1] == "refused: maintenance"
+    assert crowd.run(f"cancel {run}") == 0
     assert crowd.run("run sync --fresh --when-blocked defer") == 75
     assert states(shop) == [("sync", "cancelled", ""), ("sync", "waiting", "")]
 
@@ -701,6 +713,136 @@ def test_of_sixteen_that_race_for_a_deferred_start_exactly_one_begins_it(
         mine = [line for line in (shop.folder / "done.txt").read_text().splitlines() if run in line]
         assert len(mine) == 10, f"round {number}: {codes}"
     assert admitted_behind_barriers(shop) == []
+
+
+def test_a_pause_of_a_deferred_start_wins_until_a_person_resumes_it(
+    shop: Project, crowd: Crowd
+) -> None:
+    assert crowd.run("maintenance on") == 0
+    assert crowd.run("run sync --when-blocked defer") == 75
+    run = rows(shop, "SELECT id FROM run")[0][0]
+    for words in ("pause sync", "pause sync --wait"):
+        assert crowd.run(words) == 0
+        assert crowd.said() == f"run {run} of sync waits; only batchrun resume {run} begins it\n"
+    assert crowd.run("run sync --when-blocked defer") == 13
+    assert crowd.run("maintenance off") == 0
+    assert [crowd.run("resume --all"), crowd.run("run sync")] == [0, 13]
+    assert "was paused by a person" in crowd.said()
+    assert "the tick begins it" not in crowd.said()
+    assert states(shop) == [("sync", "waiting", "")]
+    assert crowd.run("resume sync") == 0
+    assert states(shop) == [("sync", "succeeded", "")]
+
+
+def test_a_resume_that_is_deferred_outdates_the_pause_of_a_deferred_start(
+    shop: Project, crowd: Crowd
+) -> None:
+    assert crowd.run("maintenance on") == 0
+    assert crowd.run("run sync --when-blocked defer") == 75
+    assert crowd.run("pause sync") == 0
+    assert crowd.run("resume sync --when-blocked defer") == 75
+    assert crowd.run("maintenance off") == 0
+    assert crowd.run("resume --all") == 0
+    assert states(shop) == [("sync", "succeeded", "")]
+
+
+def test_what_is_said_to_withdraw_the_note_on_an_unfinished_run_withdraws_it(
+    shop: Project, crowd: Crowd
+) -> None:
+    config = CONFIG.replace("tags", "max_tries = 1\ntags")
+    shop.write(config, sync=JOB.replace("HERE", "os._exit(9)"))
+    assert crowd.run("run sync") == 13  # its batch is poison
+    assert crowd.run("maintenance on") == 0
+    assert crowd.run("resume sync --when-blocked defer") == 75
+    assert crowd.run(crowd.said().splitlines()[-1].partition("batchrun ")[2]) == 0
+    assert deferred(shop) == []
+    assert crowd.run("maintenance off") == 0
+    assert crowd.run("resume --all") == 0
+    assert rows(shop, "SELECT count(*) FROM attempt") == [(1,)]
+
+
+def test_a_deferred_start_is_no_second_success_of_its_period(shop: Project, crowd: Crowd) -> None:
+    shop.write(CONFIG.replace("tags", 'once_per = "day"\ntags'))
+    assert crowd.run("run sync") == 0
+    assert crowd.run("maintenance on") == 0
+    assert crowd.run("run sync --when-blocked defer") == 0
+    assert states(shop) == [("sync", "succeeded", "")]
+    assert events(shop)[-1] == "skipped: once per period"
+    assert crowd.run("run sync --fresh --when-blocked defer") == 75
+    assert crowd.run("maintenance off") == 0
+    assert crowd.run("resume --all") == 0
+    assert states(shop) == [("sync", "succeeded", "")] * 2  # as --fresh asked
+
+
+def test_a_deferred_start_whose_period_has_its_success_is_cancelled_by_the_tick(
+    shop: Project, crowd: Crowd
+) -> None:
+    assert crowd.run("run sync") == 0
+    assert crowd.run("maintenance on") == 0
+    assert crowd.run("run sync --when-blocked defer") == 75
+    shop.write(CONFIG.replace("tags", 'once_per = "day"\ntags'))
+    assert crowd.run("maintenance off") == 0
+    assert crowd.run("resume --all") == 0
+    assert states(shop) == [("sync", "succeeded", ""), ("sync", "cancelled", "")]
+    ((why,),) = rows(shop, "SELECT why FROM event WHERE what = 'cancelled'")
+    assert why.startswith("sync has succeeded in this day already (")
+
+
+def test_a_second_deferred_start_says_whether_it_is_the_same_or_what_it_replaces(
+    shop: Project, crowd: Crowd
+) -> None:
+    assert crowd.run("maintenance on") == 0
+    defer = "--when-blocked defer"
+    assert crowd.run(f"run sync --set nope=1 --batches 1 {defer}") == 75
+    run = rows(shop, "SELECT id FROM run")[0][0]
+    checked = "Its settings are checked by the job's worker, when it begins."
+    assert crowd.said().splitlines()[2] == checked
+    assert crowd.run(f"run sync {defer}") == 75  # a timer's takes nothing away
+    same = "It is the same as the one that was deferred before."
+    assert crowd.said().splitlines()[2:4] == [same, checked]
+    assert crowd.run(f"run sync --set nope=2 {defer}") == 75
+    assert crowd.said().splitlines()[2] == (
+        f"It replaces the one that was deferred before as run {run}:"
+        " --set nope=1 --batches 1; now --set nope=2 --batches 1."
+    )
+
+
+def test_a_deferred_start_with_wrong_settings_fails_with_a_way_out_that_works(
+    crowd: Crowd,
+) -> None:
+    assert crowd.run("maintenance on") == 0
+    assert crowd.run("run sync --set nope=1 --when-blocked defer") == 75
+    assert crowd.run("maintenance off") == 3
+    assert "  to type: batchrun cancel " in crowd.said()
+    assert crowd.run("maintenance off --force") == 0
+    assert crowd.run("resume --all") == 2
+    assert "The job sync has no settings, but nope is given." in crowd.said()
+    way_out = "Without its --set, from the start: batchrun run sync --fresh"
+    assert way_out in crowd.said().splitlines()
+    assert crowd.run("run sync --fresh") == 0
+
+
+def test_of_eight_starts_that_are_turned_away_at_once_every_one_is_stored(
+    shop: Project, crowd: Crowd
+) -> None:
+    assert crowd.run("maintenance on") == 0
+    crowd.start(*[("", "run sync --when-blocked defer")] * 8)
+    assert crowd.end() == [75] * 8
+    assert events(shop).count("deferred") == 8
+    assert states(shop) == [("sync", "waiting", "")]
+
+
+def test_a_start_that_is_deferred_by_an_overdue_maintenance_is_as_loud_as_a_refusal(
+    shop: Project, crowd: Crowd
+) -> None:
+    shop.write(CONFIG.replace("min_free", 'max_maintenance = "1ms"\nmin_free'))
+    assert crowd.run("maintenance on") == 0
+    assert crowd.run("run sync") == 13
+    refused = crowd.said().splitlines()
+    assert crowd.run("run sync --when-blocked defer") == 75
+    stored = crowd.said().splitlines()
+    loud = [line for line in refused if line.startswith(("IT IS OVERDUE. ", "When the main"))]
+    assert (len(loud), stored[2:4]) == (2, loud)
 
 
 # --- killed at every step -------------------------------------------------------------------------
