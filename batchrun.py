@@ -6033,6 +6033,8 @@ class Job:
         try:
             converted = self.resumes[version](cursor)
             require_round_trip(converted)
+            if converted is None and cursor is not None:
+                raise CursorError("It returned None, from which the run would begin at record 1.")
         except (Exception, SystemExit) as error:
             raise PersonNeeded(
                 f"{written}, and the converter to version {self.version} fails.",

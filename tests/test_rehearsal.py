@@ -99,6 +99,7 @@ def test_a_version_that_nobody_converts_is_named_with_the_ways_out(paused: Proje
         ("lambda cursor: cursor['sku']", "TypeError: 'int' object is not subscriptable"),
         ("lambda cursor: object", "CursorError: The cursor <class 'object'> cannot be stored"),
         ("lambda cursor: exit(3)", "SystemExit: 3"),
+        ("lambda cursor: None", "CursorError: It returned None, from which the run would begin"),
     ],
 )
 def test_a_converter_is_tried_on_the_stored_cursor(
@@ -112,6 +113,7 @@ def test_a_converter_is_tried_on_the_stored_cursor(
     assert shown.out.endswith("Mend it in @job(resumes={1: ...}), or install version 1 again.\n")
     ended = paused.run("run", "sync")  # which says the same, and needs a person too
     assert (ended.code, why in ended.err, "Traceback" in ended.err) == (13, True, False)
+    assert (paused.folder / "done.txt").read_text() == "1 2\n", "nothing was read again"
 
 
 @pytest.mark.parametrize(
