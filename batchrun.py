@@ -3000,8 +3000,10 @@ def after_ending(run: Run, attempt: Attempt) -> After:
     """Return what becomes of a run whose next attempt nobody is there to begin."""
     state = STATE_AFTER.get(cast("Ending", attempt.ending), RunState.FAILED)
     reason = attempt.reason or ""
-    if attempt.may_be_followed:
-        state = RunState.INTERRUPTED  # plan B is the supervisor's, and it went away
+    not_begun = attempt.ending == Ending.REFUSED and run.state == RunState.RESERVED
+    if attempt.may_be_followed or not_begun:
+        # plan B is the supervisor's, and it went away; or what is installed can be put back
+        state = RunState.INTERRUPTED
     if attempt.ending in (Ending.STOPPED, Ending.AWAITS) and run.request == Request.CANCEL:
         state, reason = RunState.CANCELLED, Reason.PERSON
     return After(state, reason, attempt.error or "")
@@ -9772,6 +9774,8 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 # No start waits for a check: a job that cannot work without what it needs fails, and is excused.
 #
 # A supervisor that is killed while it waits leaves the run to the next start, as interrupted.
+# So does an attempt that is refused before its first batch (another version, a file that cannot be
+# imported, other settings): each tick tries it, until what was installed fits again.
 # The admission of every attempt asks whether maintenance closes the job, also of one that a
 # supervisor begins by itself. Where it does, a run that was going on is paused (75); a start is
 # refused (12; 13 once the maintenance is overdue) or deferred (75, once it is stored).

@@ -161,6 +161,20 @@ def test_a_checkpoint_that_cannot_be_read_is_a_finding_unless_the_ledger_has_it(
     assert (shown.code, "the ledger has no valid copy of it" in shown.out) == (3, True)
 
 
+@pytest.mark.parametrize(("declared", "code"), [("version=2", 13), ("version=1 / 0", 2)])
+def test_what_is_refused_at_the_start_goes_on_with_the_tick_once_it_is_put_back(
+    paused: Project, declared: str, code: int
+) -> None:
+    write_job(paused, "n", declared)
+    for _ in range(2):  # the tick does not give it up
+        assert paused.run("resume", "--all").code == code
+        assert rows(paused, "SELECT state, number FROM run") == [("interrupted", 1)]
+    assert "  why           The " in paused.run("status", "sync").out
+    write_job(paused, *ONE)
+    assert paused.run("resume", "--all").code == 0
+    assert (paused.folder / "done.txt").read_text() == "1 2\n3 4\n5 6\n"
+
+
 # --- before a rollback ----------------------------------------------------------------------------
 
 
