@@ -11380,6 +11380,19 @@ def render_findings(findings: list[Finding]) -> str:
     return "\n".join(f"{f.what}\n  {f.why}\n  to type: {f.todo}" for f in findings)
 
 
+def render_closed(findings: list[Finding]) -> str:
+    """Return why maintenance stays on, and the two ways out; no start is one behind the barrier."""
+    said = (line for found in findings for line in (found.what, found.why) if line)
+    return "\n".join(
+        [
+            *said,
+            "Maintenance stays on: nothing was changed, and nothing starts. Type one of:",
+            "  batchrun maintenance off           once a converter, or the older version, is there",
+            "  batchrun maintenance off --force   to open it all the same, which is recorded",
+        ]
+    )
+
+
 def summarise_barrier(
     barrier: Barrier | None, away: list[tuple[str, str, int]], waiting: list[Run]
 ) -> dict[str, Any]:
@@ -12170,7 +12183,8 @@ def maintenance_off_command(app: App, *, force: bool) -> ExitCode:
     with app.ledger(write=True) as ledger:
         findings = rehearsal(app.config, app.state, ledger, {})
         if findings and not force:
-            app.console.result(render_findings(findings), {"findings": as_documents(findings)})
+            text = render_closed(findings)
+            app.console.result(text, {"findings": as_documents(findings)})
             return ExitCode.FINDINGS
         overridden = "; ".join(finding.what for finding in findings)
         why = f"by --force, although: {overridden}" if findings else "switched off"

@@ -161,6 +161,22 @@ def test_a_checkpoint_that_cannot_be_read_is_a_finding_unless_the_ledger_has_it(
     assert (shown.code, "the ledger has no valid copy of it" in shown.out) == (3, True)
 
 
+def test_a_maintenance_that_stays_on_says_so_with_the_two_ways_out(paused: Project) -> None:
+    write_job(paused, "n", "version=3, resumes={2: int}")
+    assert paused.run("maintenance", "on").code == 0
+    shown = paused.run("maintenance", "off")
+    assert (shown.code, shown.err) == (3, "")
+    assert shown.out == (
+        f"run {run_of(paused)} of sync could not go on: The checkpoint of run {run_of(paused)} was"
+        " written by version 1 of the job sync.\n"
+        "The job's file understands: 2, 3.\n"
+        "Maintenance stays on: nothing was changed, and nothing starts. Type one of:\n"
+        "  batchrun maintenance off           once a converter, or the older version, is there\n"
+        "  batchrun maintenance off --force   to open it all the same, which is recorded\n"
+    )
+    assert paused.run("maintenance", "off", "--force").code == 0
+
+
 @pytest.mark.parametrize(("declared", "code"), [("version=2", 13), ("version=1 / 0", 2)])
 def test_what_is_refused_at_the_start_goes_on_with_the_tick_once_it_is_put_back(
     paused: Project, declared: str, code: int
