@@ -9649,7 +9649,7 @@ def letter_end(error: BatchrunError) -> AttemptEnd:
 def question_end(run: Run, asked: Approval) -> AttemptEnd:
     """Return the end of an attempt that waits for a person's answer."""
     how = (Ending.AWAITS, ExitCode.PERSON_NEEDED, Reason.APPROVAL, asked.words)
-    return AttemptEnd(*how, todo=approve_line(run, asked.name))
+    return AttemptEnd(*how, todo=f"To go on: {approve_line(run, asked.name)}")
 
 
 def letter_text(end: AttemptEnd | Attempt) -> str:
@@ -10462,13 +10462,12 @@ class Supervisor:
     def _letter(self, run: Run, attempt: Attempt) -> str:
         """Return what happened, what stands, and what to type."""
         of_run = run.reason in (Reason.POISON, Reason.RETRY, Reason.HEALTH)
-        said = run.error if of_run else letter_text(attempt)
-        text = f"{run.job}: run {run.id} {run.state}.\n{said}"
+        log = f"The log: {self._state.log_path(run)}\nTo go on: batchrun resume {run.id}"
+        said = [run.error if of_run else attempt.error, attempt.unchanged if not of_run else ""]
         if not attempt.unchanged:
-            text += f"\nCommit {run.number} stands: {run.read:,} records are done."
-        if not attempt.todo:
-            text += f"\nThe log: {self._state.log_path(run)}\nTo go on: batchrun resume {run.id}"
-        return text
+            said.append(f"Commit {run.number} stands: {run.read:,} records are done.")
+        said.append(attempt.todo or log)
+        return "\n".join([f"{run.job}: run {run.id} {run.state}.", *filter(None, said)])
 
 
 def doing_text(run: Run, stops: int) -> str:
