@@ -3000,8 +3000,10 @@ def after_ending(run: Run, attempt: Attempt) -> After:
     """Return what becomes of a run whose next attempt nobody is there to begin."""
     state = STATE_AFTER.get(cast("Ending", attempt.ending), RunState.FAILED)
     reason = attempt.reason or ""
-    if attempt.may_be_followed:
-        state = RunState.INTERRUPTED  # plan B is the supervisor's, and it went away
+    not_begun = attempt.ending == Ending.REFUSED and run.state == RunState.RESERVED
+    if attempt.may_be_followed or not_begun:
+        # plan B is the supervisor's, and it went away; or what is installed can be put back
+        state = RunState.INTERRUPTED
     if attempt.ending in (Ending.STOPPED, Ending.AWAITS) and run.request == Request.CANCEL:
         state, reason = RunState.CANCELLED, Reason.PERSON
     return After(state, reason, attempt.error or "")
@@ -6037,6 +6039,8 @@ class Job:
         try:
             converted = self.resumes[version](cursor)
             require_round_trip(converted)
+            if converted is None and cursor is not None:
+                raise CursorError("It returned None, from which the run would begin at record 1.")
         except (Exception, SystemExit) as error:
             raise PersonNeeded(
                 f"{written}, and the converter to version {self.version} fails.",
@@ -9652,7 +9656,7 @@ def letter_end(error: BatchrunError) -> AttemptEnd:
 def question_end(run: Run, asked: Approval) -> AttemptEnd:
     """Return the end of an attempt that waits for a person's answer."""
     how = (Ending.AWAITS, ExitCode.PERSON_NEEDED, Reason.APPROVAL, asked.words)
-    return AttemptEnd(*how, todo=approve_line(run, asked.name))
+    return AttemptEnd(*how, todo=f"To go on: {approve_line(run, asked.name)}")
 
 
 def letter_text(end: AttemptEnd | Attempt) -> str:
@@ -9777,6 +9781,8 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 # No start waits for a check: a job that cannot work without what it needs fails, and is excused.
 #
 # A supervisor that is killed while it waits leaves the run to the next start, as interrupted.
+# So does an attempt that is refused before its first batch (another version, a file that cannot be
+# imported, other settings): each tick tries it, until what was installed fits again.
 # The admission of every attempt asks whether maintenance closes the job, also of one that a
 # supervisor begins by itself. Where it does, a run that was going on is paused (75); a start is
 # refused (12; 13 once the maintenance is overdue) or deferred (75, once it is stored). A fresh one
@@ -10537,15 +10543,14 @@ class Supervisor:
     def _letter(self, run: Run, attempt: Attempt) -> str:
         """Return what happened, what stands, and what to type."""
         of_run = run.reason in (Reason.POISON, Reason.RETRY, Reason.HEALTH)
-        said = run.error if of_run else letter_text(attempt)
-        text = f"{run.job}: run {run.id} {run.state}.\n{said}"
+        log = f"The log: {self._state.log_path(run)}\nTo go on: batchrun resume {run.id}"
+        said = [run.error if of_run else attempt.error, attempt.unchanged if not of_run else ""]
         if not attempt.unchanged:
-            text += f"\nCommit {run.number} stands: {run.read:,} records are done."
-        if not attempt.todo:
-            text += f"\nThe log: {self._state.log_path(run)}\nTo go on: batchrun resume {run.id}"
+            said.append(f"Commit {run.number} stands: {run.read:,} records are done.")
+        said.append(attempt.todo or log)
         if run.overrides and attempt.exit_code == ConfigurationError.exit_code:
-            text += f"\nWithout its --set, from the start: batchrun run {run.job} --fresh"
-        return text
+            said.append(f"Without its --set, from the start: batchrun run {run.job} --fresh")
+        return "\n".join([f"{run.job}: run {run.id} {run.state}.", *filter(None, said)])
 
 
 def doing_text(run: Run, stops: int) -> str:
@@ -11457,6 +11462,19 @@ def render_findings(findings: list[Finding]) -> str:
     return "\n".join(f"{f.what}\n  {f.why}\n  to type: {f.todo}" for f in findings)
 
 
+def render_closed(findings: list[Finding]) -> str:
+    """Return why maintenance stays on, and the two ways out; no start is one behind the barrier."""
+    said = (line for found in findings for line in (found.what, found.why) if line)
+    return "\n".join(
+        [
+            *said,
+            "Maintenance stays on: nothing was changed, and nothing starts. Type one of:",
+            "  batchrun maintenance off           once a converter, or the older version, is there",
+            "  batchrun maintenance off --force   to open it all the same, which is recorded",
+        ]
+    )
+
+
 def summarise_barrier(
     barrier: Barrier | None, away: list[tuple[str, str, int]], waiting: list[Run]
 ) -> dict[str, Any]:
@@ -12247,7 +12265,8 @@ def maintenance_off_command(app: App, *, force: bool) -> ExitCode:
     with app.ledger(write=True) as ledger:
         findings = rehearsal(app.config, app.state, ledger, {})
         if findings and not force:
-            app.console.result(render_findings(findings), {"findings": as_documents(findings)})
+            text = render_closed(findings)
+            app.console.result(text, {"findings": as_documents(findings)})
             return ExitCode.FINDINGS
         overridden = "; ".join(finding.what for finding in findings)
         why = f"by --force, although: {overridden}" if findings else "switched off"

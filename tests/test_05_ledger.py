@@ -273,7 +273,7 @@ def test_a_run_is_led_from_its_start_to_its_end(ledger: Ledger) -> None:
         (Ending.SUCCEEDED, Reason.NONE, RunState.SUCCEEDED),
         (Ending.STOPPED, Reason.STOP, RunState.PAUSED),
         (Ending.RAISED, Reason.NONE, RunState.FAILED),
-        (Ending.REFUSED, Reason.NONE, RunState.FAILED),
+        (Ending.REFUSED, Reason.NONE, RunState.INTERRUPTED),  # before anything was begun
         (Ending.CHANGED, Reason.NONE, RunState.FAILED),
         (Ending.DIED, Reason.NONE, RunState.INTERRUPTED),
     ],
@@ -300,7 +300,7 @@ def test_the_state_follows_the_ending_that_the_worker_recorded(
         (Ending.OVERDUE, True, True, RunState.INTERRUPTED, 1),
         (Ending.RECYCLED, None, True, RunState.INTERRUPTED, 0),
         (Ending.STOPPED, None, True, RunState.PAUSED, 0),
-        (Ending.REFUSED, None, True, RunState.FAILED, 0),
+        (Ending.REFUSED, None, True, RunState.INTERRUPTED, 0),
     ],
 )
 def test_only_an_ending_that_the_batch_caused_is_charged_and_only_once(

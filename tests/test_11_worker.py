@@ -401,7 +401,7 @@ def test_changed_settings_are_named_and_accepted_only_by_a_person(project: Proje
     assert ended.code == 13
     (run,) = rows(project, "SELECT id FROM run")[0]
     assert ended.err == (
-        f"sync: run {run} failed.\n"
+        f"sync: run {run} interrupted.\n"
         f"Settings of sync changed since run {run} began: depth, shop.\n"
         "Its 1 commits were made with the old ones.\n"
         "Nothing was done; the checkpoint stands.\n"

@@ -104,8 +104,8 @@ def test_a_question_ends_the_attempt_and_says_what_to_type(project: Project) -> 
     assert ended.err == (
         f"sync: run {run} awaiting.\n"
         "It asks for the approval 'new prices': 5 prices, the highest 9.99\n"
-        f"batchrun approve {run} 'new prices' --why \"...\"\n"
         "Commit 2 stands: 5 records are done.\n"
+        f"To go on: batchrun approve {run} 'new prices' --why \"...\"\n"
     )
     assert run_row(project) == ("awaiting", "approval", 2)
     assert project.living() == []

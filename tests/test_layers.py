@@ -30,11 +30,11 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Recovery": 620,
     "Worker": 740,
     "Supervisor": 1_615,
-    "Reports": 430,
+    "Reports": 445,
     "Command line": 1_085,
 }
 COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 12_966  # must stay under
+LINES_IN_ALL = 12_981  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

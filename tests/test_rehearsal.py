@@ -99,6 +99,7 @@ def test_a_version_that_nobody_converts_is_named_with_the_ways_out(paused: Proje
         ("lambda cursor: cursor['sku']", "TypeError: 'int' object is not subscriptable"),
         ("lambda cursor: object", "CursorError: The cursor <class 'object'> cannot be stored"),
         ("lambda cursor: exit(3)", "SystemExit: 3"),
+        ("lambda cursor: None", "CursorError: It returned None, from which the run would begin"),
     ],
 )
 def test_a_converter_is_tried_on_the_stored_cursor(
@@ -112,6 +113,7 @@ def test_a_converter_is_tried_on_the_stored_cursor(
     assert shown.out.endswith("Mend it in @job(resumes={1: ...}), or install version 1 again.\n")
     ended = paused.run("run", "sync")  # which says the same, and needs a person too
     assert (ended.code, why in ended.err, "Traceback" in ended.err) == (13, True, False)
+    assert (paused.folder / "done.txt").read_text() == "1 2\n", "nothing was read again"
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,36 @@ def test_a_checkpoint_that_cannot_be_read_is_a_finding_unless_the_ledger_has_it(
     assert paused_rows == [(1,)]
     shown = paused.run("rehearse")
     assert (shown.code, "the ledger has no valid copy of it" in shown.out) == (3, True)
+
+
+def test_a_maintenance_that_stays_on_says_so_with_the_two_ways_out(paused: Project) -> None:
+    write_job(paused, "n", "version=3, resumes={2: int}")
+    assert paused.run("maintenance", "on").code == 0
+    shown = paused.run("maintenance", "off")
+    assert (shown.code, shown.err) == (3, "")
+    assert shown.out == (
+        f"run {run_of(paused)} of sync could not go on: The checkpoint of run {run_of(paused)} was"
+        " written by version 1 of the job sync.\n"
+        "The job's file understands: 2, 3.\n"
+        "Maintenance stays on: nothing was changed, and nothing starts. Type one of:\n"
+        "  batchrun maintenance off           once a converter, or the older version, is there\n"
+        "  batchrun maintenance off --force   to open it all the same, which is recorded\n"
+    )
+    assert paused.run("maintenance", "off", "--force").code == 0
+
+
+@pytest.mark.parametrize(("declared", "code"), [("version=2", 13), ("version=1 / 0", 2)])
+def test_what_is_refused_at_the_start_goes_on_with_the_tick_once_it_is_put_back(
+    paused: Project, declared: str, code: int
+) -> None:
+    write_job(paused, "n", declared)
+    for _ in range(2):  # the tick does not give it up
+        assert paused.run("resume", "--all").code == code
+        assert rows(paused, "SELECT state, number FROM run") == [("interrupted", 1)]
+    assert "  why           The " in paused.run("status", "sync").out
+    write_job(paused, *ONE)
+    assert paused.run("resume", "--all").code == 0
+    assert (paused.folder / "done.txt").read_text() == "1 2\n3 4\n5 6\n"
 
 
 # --- before a rollback ----------------------------------------------------------------------------
