@@ -11141,7 +11141,7 @@ class Drainer:
         return self._end(wish, find)
 
     def _is_up(self, barrier: Barrier) -> bool:
-        return barrier.is_of(self._state.maintenance.find())
+        return barrier.closed is None and barrier.is_of(self._state.maintenance.find())
 
     def _limit_s(self, wish: DrainWish) -> float:
         """Return how long to wait past the deadline, for those that are interrupted."""
