@@ -460,7 +460,7 @@ def test_whatever_is_named_maintenance_lock_refuses_with_12_and_a_row(
     ]
     assert paused.run("resume", "--all") == Ended(0, "", "")
     status = paused.run("--json", "status").document
-    assert status["jobs"][0]["refused_since_success"] >= 2
+    assert status["jobs"][0]["refused_since_success"] == 1  # the tick leaves no row
     assert status["maintenance"]["reason"] == ("the shelves move" if make is explained else "")
     lockfile.rmdir() if lockfile.is_dir() else lockfile.unlink()
     assert paused.run("resume", "--all") == Ended(0, "", "")
