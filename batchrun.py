@@ -8720,7 +8720,8 @@ def rehearsal(
     for run in ledger.all_unfinished():
         try:
             stands = standing_checkpoint(ledger, state.store(run.job), run)
-            require_loads(config, run, stands, versions.get(run.job))
+            with contextlib.redirect_stdout(sys.stderr):  # what a job's file prints is no result
+                require_loads(config, run, stands, versions.get(run.job))
         except BatchrunError as error:
             what = f"run {run.id} of {run.job} could not go on: {error.what}"
             todo = error.todo or f"batchrun cancel {run.id}"
@@ -12263,7 +12264,8 @@ def maintenance_on_command(
 def maintenance_off_command(app: App, *, force: bool) -> ExitCode:
     """Open the door; begins nothing, that is for the tick."""
     with app.ledger(write=True) as ledger:
-        findings = rehearsal(app.config, app.state, ledger, {})
+        closed = app.state.maintenance.find() is not None
+        findings = rehearsal(app.config, app.state, ledger, {}) if closed else []
         if findings and not force:
             text = render_closed(findings)
             app.console.result(text, {"findings": as_documents(findings)})

@@ -1,5 +1,6 @@
 """Before anything starts after a deploy: does every unfinished checkpoint load, and how if not?"""
 
+import json
 import os
 import signal
 
@@ -241,3 +242,17 @@ def test_a_run_that_is_going_on_is_rehearsed_where_it_stands(project: Project) -
     assert (shown.code, shown.out) == (0, ALL_GO_ON), shown.out
     os.kill(worker, signal.SIGCONT)
     assert project.finish(process).code == 0
+
+
+def test_what_a_jobs_file_prints_is_no_part_of_the_result(paused: Project) -> None:
+    file = paused.folder / "jobs" / "sync.py"
+    file.write_text(f"{file.read_text()}\nprint('hello from the job')\n")
+    asked = paused.run("rehearse", "--json")
+    assert json.loads(asked.out) == {"runs": 1, "findings": []}
+    assert "hello from the job" in asked.err
+
+
+def test_a_door_that_is_open_is_not_said_to_stay_closed(paused: Project) -> None:
+    (paused.folder / "jobs" / "sync.py").unlink()
+    off = paused.run("maintenance", "off")
+    assert (off.code, off.out) == (0, "maintenance was not on\n")
