@@ -2684,7 +2684,7 @@ class CheckpointStore:
 # returned, whoever calls it: the attempt that recorded it, or the next one of the job, of whatever
 # run. From just before the call to its end the row's error is CUT_OFF, so that a call that took the
 # process along is known by it. Registered again while pending, it has one row: the newer, which
-# keeps the error.
+# keeps the error. A person can let go those of a run; then they are done, with who and why.
 #
 # A reject is staged under (run, number, generation) before its commit and confirmed by it; what an
 # older try staged goes then. It is open until a person drops it or a retry has done it. A retry is
@@ -3982,6 +3982,13 @@ class Ledger:
         with self._owning(run, generation):
             self._set("cleanup", {"id": row}, done_at=done_at, error=error, elapsed_s=elapsed_s)
         reach("cleanup.done", row)
+
+    def forget_cleanups(self, run: Run, who: str, why: str) -> None:
+        """Let a run's pending cleanups go: they are done, and nobody calls them any more."""
+        error = f"let go by {who}: {why}"
+        with self._writing():
+            for cleanup in self._cleanups("c.done_at IS NULL AND c.run = ?", run.key):
+                self._set("cleanup", {"id": cleanup.id}, done_at=self._host.now(), error=error)
 
     def note_releases(self, run: Run, generation: int, until: float | None) -> None:
         """Record by when (CLOCK_MONOTONIC) a worker has released what it holds; None: it has."""
@@ -8653,6 +8660,8 @@ def stuck_cleanup(ledger: Ledger, cleanup: Cleanup) -> Finding:
     run = ledger.run_with_id(cleanup.run)
     verb = "resume" if run is not None and not run.finished else "cancel"
     todo = f"batchrun {verb} {cleanup.run}"
+    if cleanup.error:
+        todo += f", or cancel {cleanup.run} --forget-cleanups WHY"
     what = (
         f"run {cleanup.run} of {cleanup.job}: the cleanup {mask_secrets(cleanup.call)} is pending"
     )
@@ -12483,11 +12492,17 @@ def pause_command(app: App, *, run: str, wait: bool) -> ExitCode:
     word("run"),
     WAIT,
     word("--kill", is_flag=True, help="End its processes: TERM, after 10 s or stop_grace KILL."),
+    word("--forget-cleanups", metavar="WHY", help="Call none of its pending cleanups any more."),
     exits=RUN_EXITS,
 )
-def cancel_command(app: App, *, run: str, wait: bool, kill: bool) -> ExitCode:
+def cancel_command(
+    app: App, *, run: str, wait: bool, kill: bool, forget_cleanups: str | None
+) -> ExitCode:
     """Cancel a run at its next safe point, for good; call the cleanups that are left of it."""
     told = None
+    if forget_cleanups is not None:
+        with app.ledger(write=True) as ledger:
+            ledger.forget_cleanups(app.find_run(ledger, run), app.who, forget_cleanups)
     if (found := with_cleanups_left(app, run)) is None:
         told = stopped(app, run, Request.CANCEL, wait=wait, kill=kill)
         found = with_cleanups_left(app, told[1]["run"]) if kill or wait else None

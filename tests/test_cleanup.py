@@ -385,7 +385,8 @@ def test_a_cleanup_that_failed_is_tried_again_and_the_job_goes_on_meanwhile(shop
     ]
     found = shop.run("check")
     what = f"run {shop.run_id()} of sync: the cleanup sync:drop(table='scratch_2') is pending"
-    todo = f"to type: batchrun cancel {shop.run_id()}\n"
+    letting_go = f"cancel {shop.run_id()} --forget-cleanups WHY"
+    todo = f"to type: batchrun cancel {shop.run_id()}, or {letting_go}\n"
     assert (found.code, found.out) == (3, f"{what}\n  OSError: E2\n  {todo}")
     status = shop.run("status", "sync")
     assert status.code == 3
@@ -435,7 +436,7 @@ def test_a_cleanup_that_fails_stops_no_cancel_and_stays_named(shop: Shop) -> Non
         f"To try again: batchrun cancel {run}\n"
     )
     assert (
-        f"to type: batchrun cancel {run}\n"
+        f"to type: batchrun cancel {run}, or cancel {run} --forget-cleanups WHY\n"
         in shop.run("check").out
     )
     shop.write()
@@ -676,7 +677,7 @@ def test_a_cleanup_that_takes_its_process_along_keeps_no_run_from_its_batches(
     assert "dropped scratch_1" in shop.done()
     found = shop.run("check").out
     assert f"\n  {error}\n" in found
-    assert f"batchrun cancel {run}\n" in found
+    assert f"batchrun cancel {run}, or cancel {run} --forget-cleanups WHY\n" in found
     assert shop.run().code == 3  # tomorrow's run
     assert shop.rows("SELECT state FROM run") == [("succeeded",), ("succeeded",)]
 
@@ -690,3 +691,14 @@ def test_a_cleanup_that_kills_its_process_at_the_end_charges_no_batch(shop: Shop
     assert "No batch was open, and retry_for is reached.\nThe last time: " in ended.err, ended
     again = shop.run("resume", shop.run_id())
     assert (again.code, shop.state()) == (3, "succeeded"), again
+
+
+def test_a_person_can_let_the_cleanups_of_a_run_go(shop: Shop) -> None:
+    shop.write(dropping=FAILS_2)
+    assert shop.run().code == 3
+    run = shop.run_id()
+    ended = shop.run("cancel", run, "--forget-cleanups", "dropped it by hand")
+    assert (ended.code, ended.out) == (0, f"run {run} of sync has succeeded already\n"), ended
+    [(error,)] = shop.rows("SELECT error FROM cleanup WHERE id = 2 AND done_at IS NOT NULL")
+    assert re.fullmatch(r"let go by .+: dropped it by hand", error)
+    assert shop.run("check").code == 0
