@@ -2683,7 +2683,8 @@ class CheckpointStore:
 # A cleanup is recorded before its resource is made. Its row is pending until the function has
 # returned, whoever calls it: the attempt that recorded it, or the next one of the job, of whatever
 # run. From just before the call to its end the row's error is CUT_OFF, so that a call that took the
-# process along is known by it. Registered again while pending, it has one row: the newer.
+# process along is known by it. Registered again while pending, it has one row: the newer, which
+# keeps the error. A person can let go those of a run; then they are done, with who and why.
 #
 # A reject is staged under (run, number, generation) before its commit and confirmed by it; what an
 # older try staged goes then. It is open until a person drops it or a retry has done it. A retry is
@@ -3235,6 +3236,13 @@ class Ledger:
         sql = "SELECT cleans_until FROM attempt WHERE run = ? AND generation = ?"
         rows = self._rows(sql, run.key, run.generation)
         return cast("float | None", rows[0][0]) if rows else None
+
+    def called_cleanup(self, run: Run) -> Cleanup | None:
+        """Return the cleanup that a run's worker, which releases what it holds, is calling."""
+        if self.releases_until(run) is None:
+            return None
+        called = [c for c in self.pending_cleanups(run.job) if c.error == CUT_OFF]
+        return called[0] if called else None
 
     def _cleanups(self, where: str, *bindings: object) -> list[Cleanup]:
         rows = self._rows(f"{CLEANUPS} {where} ORDER BY c.id", *bindings)
@@ -3946,15 +3954,18 @@ class Ledger:
             fence = (*bindings, run.key, generation)
             if self._sql(f"SELECT 1 {same} AND {mine}", fence).fetchone():
                 return None
-            made = {"run": run.key, "generation": generation, "made_at": now}
-            row = self._insert("cleanup", **made, function=function, arguments=arguments)
+            made: dict[str, Any] = {"run": run.key, "generation": generation, "made_at": now}
+            pending = f"SELECT error {same} ORDER BY id DESC LIMIT 1"
+            (error,) = self._sql(pending, bindings).fetchone() or (None,)
+            made |= {"function": function, "arguments": arguments, "error": error}
+            row = self._insert("cleanup", **made)
             self._sql(
                 "UPDATE cleanup SET done_at = ?4, error = 'recorded anew: ' || ?5"
                 f" WHERE id IN (SELECT id {same} AND id <> ?5)",
                 (*bindings, now, row),
             )
         reach("cleanup.recorded", row)
-        return Cleanup(row, run.id, run.job, function, arguments, now, None, None, None)
+        return Cleanup(row, run.id, run.job, function, arguments, now, None, error, None)
 
     def begin_cleanup(self, run: Run, generation: int, row: int) -> None:
         """Record, fenced, that a cleanup is about to be called."""
@@ -3971,6 +3982,13 @@ class Ledger:
         with self._owning(run, generation):
             self._set("cleanup", {"id": row}, done_at=done_at, error=error, elapsed_s=elapsed_s)
         reach("cleanup.done", row)
+
+    def forget_cleanups(self, run: Run, who: str, why: str) -> None:
+        """Let a run's pending cleanups go: they are done, and nobody calls them any more."""
+        error = f"let go by {who}: {why}"
+        with self._writing():
+            for cleanup in self._cleanups("c.done_at IS NULL AND c.run = ?", run.key):
+                self._set("cleanup", {"id": cleanup.id}, done_at=self._host.now(), error=error)
 
     def note_releases(self, run: Run, generation: int, until: float | None) -> None:
         """Record by when (CLOCK_MONOTONIC) a worker has released what it holds; None: it has."""
@@ -5961,6 +5979,9 @@ def usage_text(usage: Usage) -> str:
 # is not there, or not any more. A job begins at its first line again in every attempt, and so
 # registers again what it makes again.
 #
+# A recorded cleanup whose last call failed, or ended its process, is called in a child process from
+# then on: whatever it does there, the others are called, and the job gets to its batches.
+#
 # An approval is a commit like a step, whose result is a person's answer. While that is not there
 # the attempt ends: the question is in the ledger, once, and no process waits. The answer belongs to
 # the name of the question, whatever a later version of the job says in its summary.
@@ -6290,9 +6311,13 @@ def error_text(error: BaseException) -> str:
     """Return type and words of an exception, masked; of one that cannot be shown, its type."""
     name = type(error).__name__
     try:
-        return mask_secrets(f"{name}: {error}")
+        return mask_secrets(str(error) if type(error) is EndedApart else f"{name}: {error}")
     except Exception:  # noqa: BLE001 - the words are made by the job's own code
         return name
+
+
+class EndedApart(Exception):
+    """How a call in a child process failed: in the words of `error_text`."""
 
 
 class Overdue(BaseException):
@@ -6419,7 +6444,44 @@ def call_cleanup(cleanup: Cleanup) -> None:
     import importlib
 
     module, _, name = cleanup.function.partition(":")
-    getattr(importlib.import_module(module), name)(**cleanup.arguments)
+    call = functools.partial(getattr(importlib.import_module(module), name), **cleanup.arguments)
+    if cleanup.error is None:
+        call()
+    else:
+        call_apart(call)
+
+
+def call_apart(call: Callable[[], object]) -> None:
+    """Call it in a child process, which may end during the call and is gone after it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as answer:
+        child = os.fork()
+        if child == 0:
+            answer_and_exit(call, writer)
+        try:
+            os.close(writer)
+            said = answer.read().decode()
+        finally:
+            os.kill(child, signal.SIGKILL)  # not reaped yet, so the number is still its own
+            os.waitpid(child, 0)
+    if said != "done":
+        raise EndedApart(said or "its process ended during the call")
+
+
+def answer_and_exit(call: Callable[[], object], answer: int) -> NoReturn:
+    """Call it, write how it ended to a descriptor, and end this process there and then."""
+    said = "done"
+    try:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        call()
+        sys.stdout.flush()
+    except BaseException as raised:  # noqa: BLE001 - whatever it raised is the answer
+        said = error_text(raised)
+    finally:
+        os.write(answer, said.encode(errors="replace"))
+        os._exit(0)
 
 
 # -- where a run stands --------------------------------------------------------------
@@ -8597,11 +8659,14 @@ def stuck_cleanup(ledger: Ledger, cleanup: Cleanup) -> Finding:
     """Return the finding about a cleanup that failed, or that nothing goes on to call."""
     run = ledger.run_with_id(cleanup.run)
     verb = "resume" if run is not None and not run.finished else "cancel"
+    todo = f"batchrun {verb} {cleanup.run}"
+    if cleanup.error:
+        todo += f", or cancel {cleanup.run} --forget-cleanups WHY"
     what = (
         f"run {cleanup.run} of {cleanup.job}: the cleanup {mask_secrets(cleanup.call)} is pending"
     )
     why = cleanup.error or f"the run is {run and run.state} and nothing has called it"
-    return Finding(what, why, f"batchrun {verb} {cleanup.run}")
+    return Finding(what, why, todo)
 
 
 def check_run(ledger: Ledger, store: CheckpointStore, run: Run) -> list[Finding]:
@@ -9803,7 +9868,8 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 # the third counts. (The first one is as ever: the job's first line is not reached.) It has
 # `cleanup_timeout` for each release, once more, and 10 s or stop_grace (the less); then it hangs
 # where no time limit reaches, and is killed, stop or no stop. What it had recorded by cleanup() is
-# called by the next attempt.
+# called by the next attempt. A process that ends during a cleanup's call charges no batch: no batch
+# was open.
 #
 # A run with pending cleanups that is to go on no more has one more worker, under a new generation,
 # that calls them and does nothing else; then it is cancelled, whatever came of them. That begins no
@@ -10242,7 +10308,8 @@ class Supervisor:
     def _wait_to_begin(self, run: Run) -> tuple[Reason, str]:
         """Wait as long as the last ending and health demand; return why not to begin even then."""
         until = self._host.monotonic() + self._patience.wait_s
-        self._show(f"batch {run.number + 1} failed, try {run.tries + 1} comes next")
+        failed = f"batch {run.number + 1} failed, try {run.tries + 1} comes next"
+        self._show(failed if run.tries else "the next attempt comes next")
         try:
             while not (rest := self._reason_to_rest(run))[0]:
                 run = self._heed_health(run)
@@ -10327,8 +10394,8 @@ class Supervisor:
             why = f"{attempt.error} No try is charged: {self._health.verdict.why}"
             after = After(RunState.PAUSED, Reason.HEALTH, why)
         else:
-            tries = f"try {run.tries + 1} of {self._job_config.max_tries}"
-            why = f"{attempt.error} The next attempt begins in {patience.wait_s:.1f} s: {tries}."
+            tries = f": try {run.tries + 1} of {self._job_config.max_tries}" if run.tries else ""
+            why = f"{attempt.error} The next attempt begins in {patience.wait_s:.1f} s{tries}."
             after = After(RunState.RESERVED, why=why)
         self._follows = after.why
         return after
@@ -10375,8 +10442,9 @@ class Supervisor:
     def _settle(self, worker: WorkerProcess, run: Run, generation: int) -> Run:
         """Make the run's edge; what follows is said only when the write lock is given back."""
         ended = {"signal": worker.ended_by, "peak_rss_bytes": worker.peak_rss_bytes}
-        seen = worker.seen_end(self._ledger.run(run.key))
-        excused = self._look_for_cause(run, generation, seen)
+        called = self._ledger.called_cleanup(self._ledger.run(run.key))
+        seen = worker.seen_end(self._ledger.run(run.key), called)
+        excused = self._look_for_cause(run, generation, seen) or called is not None
         decide = functools.partial(self._decide, unwell=worker.unwell)
         run = self._ledger.settle(run, generation, seen, decide, excused=excused, **ended)
         if self._follows:
@@ -10401,7 +10469,8 @@ class Supervisor:
         try:
             worker = WorkerProcess(order, self._state.log_path(run), run, host)
             self._watch(worker, ledger.run(run.key))
-            self._nothing_lives, seen = worker.end_group(), worker.seen_end(run)
+            self._nothing_lives = worker.end_group()
+            seen = worker.seen_end(run, ledger.called_cleanup(ledger.run(run.key)))
             ended = {"signal": worker.ended_by, "peak_rss_bytes": worker.peak_rss_bytes}
         except BatchrunError as refusal:
             self._nothing_lives, seen = True, letter_end(refusal)
@@ -10638,6 +10707,8 @@ def plan_b(run: Run, attempt: Attempt, options: JobConfig) -> After:
     limit = f"max_tries = {options.max_tries}" if poison else "retry_for"
     times = "once" if run.tries == 1 else f"{run.tries} times"
     failed = batch_text(run, f" failed {times}, and {limit} is reached")
+    if run.tries == 0:
+        failed = f"no batch was open, and {limit} is reached"
     why = f"{failed[0].upper()}{failed[1:]}.\nThe last time: {attempt.error}"
     if poison:
         return After(RunState.AWAITING, Reason.POISON, why)
@@ -10847,7 +10918,7 @@ class WorkerProcess:
                 pass
         return [pid for pid in self._host.children() if pid not in self._strangers]
 
-    def seen_end(self, run: Run) -> AttemptEnd:
+    def seen_end(self, run: Run, called: Cleanup | None) -> AttemptEnd:
         """Return the end of a worker that recorded none: its last words, or how it went away.
 
         An exit code counts only with last words: a job's library may leave with any.
@@ -10862,9 +10933,11 @@ class WorkerProcess:
             text = f"{self.overdue.words}, but was committed before it was interrupted."
             return AttemptEnd(Ending.RECYCLED, ExitCode.STOPPED, error=text)
         where = f"in {batch_text(run)}" if run.state == RunState.RUNNING else "before any batch"
-        text = f"{self._went_away()} {where}."
-        if self._asked == 3:
-            text = self.killed_for
+        text = self.killed_for if self._asked == 3 else f"{self._went_away()} {where}."
+        if called is not None:
+            how = self.killed_for.rstrip(".") + "," if self._asked == 3 else self._went_away()
+            which = f"the cleanup {mask_secrets(called.call)} of run {called.run}"
+            text = f"{how} during {which}. All records committed stand."
         retry = None if self._asked else True
         return AttemptEnd(Ending.DIED, ExitCode.FAILED, error=text, retry=retry)
 
@@ -12421,11 +12494,17 @@ def pause_command(app: App, *, run: str, wait: bool) -> ExitCode:
     word("run"),
     WAIT,
     word("--kill", is_flag=True, help="End its processes: TERM, after 10 s or stop_grace KILL."),
+    word("--forget-cleanups", metavar="WHY", help="Call none of its pending cleanups any more."),
     exits=RUN_EXITS,
 )
-def cancel_command(app: App, *, run: str, wait: bool, kill: bool) -> ExitCode:
+def cancel_command(
+    app: App, *, run: str, wait: bool, kill: bool, forget_cleanups: str | None
+) -> ExitCode:
     """Cancel a run at its next safe point, for good; call the cleanups that are left of it."""
     told = None
+    if forget_cleanups is not None:
+        with app.ledger(write=True) as ledger:
+            ledger.forget_cleanups(app.find_run(ledger, run), app.who, forget_cleanups)
     if (found := with_cleanups_left(app, run)) is None:
         told = stopped(app, run, Request.CANCEL, wait=wait, kill=kill)
         found = with_cleanups_left(app, told[1]["run"]) if kill or wait else None

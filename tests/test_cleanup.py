@@ -312,7 +312,7 @@ def test_a_cleanup_that_no_time_limit_reaches_is_killed_and_called_by_the_next_a
     shop.write(dropping=deaf, limit="200ms", grace="200ms")
     ended = shop.run()
     assert ended.code == 1
-    assert "\nThe worker did not end its cleanups, and was killed.\n" in ended.err
+    assert "\nThe worker did not end its cleanups, and was killed, during the cleanup " in ended.err
     error = "the process ended during the call"
     assert shop.rows("SELECT id, error FROM cleanup WHERE error IS NOT NULL") == [(3, error)]
     shop.write()
@@ -385,7 +385,8 @@ def test_a_cleanup_that_failed_is_tried_again_and_the_job_goes_on_meanwhile(shop
     ]
     found = shop.run("check")
     what = f"run {shop.run_id()} of sync: the cleanup sync:drop(table='scratch_2') is pending"
-    todo = f"to type: batchrun cancel {shop.run_id()}\n"
+    letting_go = f"cancel {shop.run_id()} --forget-cleanups WHY"
+    todo = f"to type: batchrun cancel {shop.run_id()}, or {letting_go}\n"
     assert (found.code, found.out) == (3, f"{what}\n  OSError: E2\n  {todo}")
     status = shop.run("status", "sync")
     assert status.code == 3
@@ -434,7 +435,10 @@ def test_a_cleanup_that_fails_stops_no_cancel_and_stays_named(shop: Shop) -> Non
         f"Run {run} is cancelled; what its cleanups should remove may still be there.\n"
         f"To try again: batchrun cancel {run}\n"
     )
-    assert f"to type: batchrun cancel {run}\n" in shop.run("check").out
+    assert (
+        f"to type: batchrun cancel {run}, or cancel {run} --forget-cleanups WHY\n"
+        in shop.run("check").out
+    )
     shop.write()
     assert shop.run("cancel", run).code == 0
     shop.require_all_clean()
@@ -643,3 +647,58 @@ def test_a_refused_cleanup_cannot_be_swallowed_and_nothing_is_recorded(shop: Sho
     assert "sync:sync.<locals>.<lambda> cannot be a cleanup" in ended.err
     assert shop.rows("SELECT count(*) FROM cleanup") == [(3,)]
     shop.require_all_clean()
+
+
+# --- a cleanup that takes its process along -------------------------------------------------------
+
+
+KILLS = "if table == 'scratch_2': os.kill(os.getpid(), 9)"
+CATCHES = """\
+while table == 'scratch_2':
+        try: time.sleep(600)
+        except BaseException: pass"""
+AGAIN = {
+    KILLS: "its process ended during the call",
+    CATCHES: "TimeoutError: did not end within 0.3 s",
+}
+
+
+@pytest.mark.parametrize(("dropping", "error"), AGAIN.items())
+def test_a_cleanup_that_takes_its_process_along_keeps_no_run_from_its_batches(
+    shop: Shop, dropping: str, error: str
+) -> None:
+    with killed(shop) as run:
+        shop.write(dropping=dropping, limit="300ms", grace="300ms")
+        first, ended = shop.run(), shop.run()
+    call = "sync:drop(table='scratch_2')"
+    assert f" during the cleanup {call} of run {run}. All records committed stand.\n" in first.err
+    assert (first.code, ended.code, shop.state()) == (1, 3, "succeeded"), (first, ended)
+    assert f"A cleanup failed: {call}: {error}; {call}: {error}.\n" in ended.err
+    assert "dropped scratch_1" in shop.done()
+    found = shop.run("check").out
+    assert f"\n  {error}\n" in found
+    assert f"batchrun cancel {run}, or cancel {run} --forget-cleanups WHY\n" in found
+    assert shop.run().code == 3  # tomorrow's run
+    assert shop.rows("SELECT state FROM run") == [("succeeded",), ("succeeded",)]
+
+
+def test_a_cleanup_that_kills_its_process_at_the_end_charges_no_batch(shop: Shop) -> None:
+    config = CONFIG.format(grace="30s", limit="20s")
+    job = JOB.replace("DROPPING", KILLS).replace("BEFORE", "pass").replace("INSIDE", "pass")
+    config = config.replace("[jobs", 'max_tries = 1\nretry_for = "0"\n[jobs')
+    shop.project.write(config, sync=job)
+    ended = shop.run()
+    assert "No batch was open, and retry_for is reached.\nThe last time: " in ended.err, ended
+    again = shop.run("resume", shop.run_id())
+    assert (again.code, shop.state()) == (3, "succeeded"), again
+
+
+def test_a_person_can_let_the_cleanups_of_a_run_go(shop: Shop) -> None:
+    shop.write(dropping=FAILS_2)
+    assert shop.run().code == 3
+    run = shop.run_id()
+    ended = shop.run("cancel", run, "--forget-cleanups", "dropped it by hand")
+    assert (ended.code, ended.out) == (0, f"run {run} of sync has succeeded already\n"), ended
+    [(error,)] = shop.rows("SELECT error FROM cleanup WHERE id = 2 AND done_at IS NOT NULL")
+    assert re.fullmatch(r"let go by .+: dropped it by hand", error)
+    assert shop.run("check").code == 0
