@@ -5076,7 +5076,8 @@ class StateDirectory:
 #
 #   pause if and only if two factors or more are bad, or one that is critical
 #
-# While no worker runs, every need is critical: no attempt begins that cannot do its work.
+# While no worker runs, a declared need that is bad pauses alone too, critical or not: no attempt
+# begins that cannot do its work.
 #
 # Only what changes is told. While anything is bad, checks come `recheck_after` apart, then twice as
 # far each time, up to check_interval; each wait is drawn from 0.75 to 1.25 of that, so that many
@@ -5111,6 +5112,7 @@ class Factor(NamedTuple):
     state: Wellness
     why: str
     critical: bool = False  # if it is bad, it pauses alone
+    wanted: bool = False  # no worker runs, and none is started while it is bad
 
     def __str__(self) -> str:
         return f"{self.state}: {self.why}"
@@ -5230,12 +5232,14 @@ def disk_answer(free_bytes: int, min_free_bytes: int) -> Answer:
 
 
 def verdict_of(factors: Iterable[Factor]) -> Verdict:
-    """Judge factors: two that are bad pause, or one that is critical; unknown is not bad."""
+    """Judge factors: two that are bad pause, or one critical or wanted; unknown is not bad."""
     bad = [factor for factor in factors if factor.state == Wellness.BAD]
-    critical = [factor for factor in bad if factor.critical]
     why = "; ".join(f"{factor.name}: {factor.why}" for factor in bad)
-    if critical and len(bad) == 1:
+    if len(bad) == 1 and bad[0].critical:
         return Verdict(pause=True, why=f"a critical factor is bad: {why}")
+    if len(bad) == 1 and bad[0].wanted:
+        why = f"a declared need is bad: {why}; no attempt begins until it answers"
+        return Verdict(pause=True, why=why)
     if len(bad) > 1:
         count = "two" if len(bad) == 2 else "three"
         return Verdict(pause=True, why=f"{count} factors are bad: {why}")
@@ -5278,7 +5282,8 @@ class HealthMonitor:
         """Let one factor become bad or good, if it was so often enough in a row."""
         name, is_bad = factor.name, factor.state == Wellness.BAD
         was_bad = name in self._bad
-        if is_bad and (was_bad or factor.critical or self._next(name) >= self._health.bad_in_a_row):
+        at_once = was_bad or factor.critical or factor.wanted
+        if is_bad and (at_once or self._next(name) >= self._health.bad_in_a_row):
             self._bad[name], self._in_a_row[name] = factor, 0
         elif was_bad and factor.state == Wellness.OK:
             if self._next(name) >= self._health.good_in_a_row:
@@ -5767,8 +5772,9 @@ class HealthWatch:
         }
         memory, usage = self._host.memory(worker), self._used(worker)
         grown = self._grown(run, generation) if worker else None
-        alone = worker is None
-        factors = self._factors(memory, usage, with_connections(answers, usage), grown, alone=alone)
+        factors = self._factors(memory, usage, with_connections(answers, usage), grown)
+        if worker is None:
+            factors = [each._replace(wanted=each.name != "memory") for each in factors]
         now_s = self._host.monotonic()
         judged = self._monitor.judge(factors, now_s)
         self.due_s = judged.next_s
@@ -5788,14 +5794,11 @@ class HealthWatch:
         usage: Usage | None,
         answers: Mapping[str, Answer],
         grown: Growth | None,
-        *,
-        alone: bool,
     ) -> list[Factor]:
         free_bytes = self._host.free_bytes(self._config.state)
         own = [(DISK, disk_answer(free_bytes, self._config.min_free_bytes))]
         own.append((LEDGER, self._of_ledger))
-        needs = [need._replace(critical=need.critical or alone) for need in self._needs]
-        pairs = [(need, answers[need.name]) for need in needs]
+        pairs = [(need, answers[need.name]) for need in self._needs]
         databases = [pair for pair in pairs if pair[0].factor == "connections"]
         others = [pair for pair in pairs if pair[0].factor == "dependencies"]
         return [

@@ -176,6 +176,10 @@ def test_a_verdict_says_why_in_one_line() -> None:
         True,
         f"a critical factor is bad: {down}",
     )
+    assert verdict_of([cache._replace(wanted=True)]) == (
+        True,
+        f"a declared need is bad: {down}; no attempt begins until it answers",
+    )
     assert verdict_of([cache]) == (False, f"one factor is bad, which alone does not pause: {down}")
     assert verdict_of([]) == (False, "well")
 
