@@ -74,6 +74,7 @@ from typing import (
     Any,
     Generic,
     Literal,
+    Never,
     NoReturn,
     Protocol,
     Self,
@@ -6196,6 +6197,9 @@ Call {call} before the yield, and inside transaction() if there is one.""",
     "count": """count({name}={more}) is no number of records.
 The report adds these up; only whole numbers from 0 on can be added.
 Write for example: batch.count({name}=len(changed))""",
+    "no reason": """reject() of batch {number} was given {reason} as its reason.
+The reason is what a person reads who has to decide about the record.
+Write a text or the exception: batch.reject(record, "no price")""",
     "no name": """No {kind} can be named {name}.
 Its name stands in the checkpoint and in reports, and is compared on resume.
 Use 1 to 200 printable characters.""",
@@ -6361,7 +6365,9 @@ class CleanupStack:
             raise Overdue
 
 
-def require_recordable(function: Any, arguments: dict[str, Any]) -> str:
+def require_recordable(
+    function: Any, arguments: dict[str, Any], unnamed: Sequence[object] = ()
+) -> str:
     """Return the name by which another process finds a cleanup's function, `module:name`."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     text = f"{module}:{name}" if module and name else f"A {type(function).__name__}"
@@ -6374,6 +6380,8 @@ def require_recordable(function: Any, arguments: dict[str, Any]) -> str:
     except (TypeError, ValueError):
         raise broken("no arguments", name=text, reason="they are no JSON") from None
     reason = "" if same else "JSON gives back others"
+    if unnamed:
+        reason = f"{len(unnamed)} of them {'has' if len(unnamed) == 1 else 'have'} no name"
     if mask_secrets(kept) != kept:
         reason = "a secret is among them"
     if reason := reason or misfit(function, arguments):
@@ -6830,16 +6838,22 @@ class Batch:
         finally:
             self._inside = False
 
-    def reject(self, record: object, reason: str) -> None:
+    def reject(self, record: object, reason: str | BaseException) -> None:
         """Leave a record out, with a reason; it counts when the batch is committed.
+
+        Of an exception its type and text are the reason.
 
         One of the batch's own records can be run again later; of anything else the text is kept.
 
         Raises:
-            JobError: the batch is closed already.
+            JobError: the batch is closed already, or the reason is neither.
         """
         with self._context._own_code():
             self._require_open("reject()")
+            if isinstance(reason, BaseException):
+                reason = error_text(reason)
+            if not isinstance(reason, str):
+                raise broken("no reason", number=self.number, reason=type(reason).__name__)
             self._link.rejects.append(Reject(record, reason, handed=self._handed_out(record)))
             self._link.rejected += 1
 
@@ -7222,7 +7236,9 @@ class Context(Generic[S]):
         name = getattr(function, "__name__", type(function).__name__)
         self._cleanups.push(name, lambda _: function(*arguments))
 
-    def cleanup(self, function: Callable[..., object], /, **arguments: Any) -> None:
+    def cleanup(
+        self, function: Callable[..., object], /, *unnamed: Never, **arguments: Any
+    ) -> None:
         """Record, before a resource is made, what will remove it; also if this process is killed.
 
         It is called at the end of this attempt, in reverse order with all other releases, or else
@@ -7238,7 +7254,8 @@ class Context(Generic[S]):
             JobError: another process could not make this call; nothing is recorded.
         """
         with self._own_code():
-            self._driver.record_cleanup(require_recordable(function, arguments), arguments)
+            name = require_recordable(function, arguments, unnamed)
+            self._driver.record_cleanup(name, arguments)
 
     # -- where the loops stand -----------------------------------------------------------------
 

@@ -447,6 +447,23 @@ def test_rejecting_from_a_batch_that_was_yielded_is_refused(shop: Shop) -> None:
     assert shop.letter().startswith("reject() of batch 1 was called after the batch was closed.")
 
 
+def test_an_exception_is_a_reason_to_reject_and_stands_there_as_its_type_and_text(
+    shop: Shop,
+) -> None:
+    shop.write(LOOP + "    batch.reject(batch.records[0], KeyError('price'))\n    yield batch")
+    assert "the first of this batch: 0: KeyError: 'price'." in shop.letter()
+
+
+@pytest.mark.parametrize("reason", ["None", "7"])
+def test_what_is_no_reason_to_reject_is_the_jobs_mistake(shop: Shop, reason: str) -> None:
+    shop.write(LOOP + f"    batch.reject(batch.records[0], {reason})\n    yield batch")
+    kind = type(eval(reason)).__name__  # noqa: S307 - of the two above
+    assert shop.letter().startswith(
+        f"reject() of batch 1 was given {kind} as its reason.\n"
+        "The reason is what a person reads who has to decide about the record.\n"
+    )
+
+
 def test_finishing_with_an_applied_batch_in_hand_is_refused(shop: Shop) -> None:
     shop.write(
         WITH_TARGET
