@@ -958,17 +958,17 @@ class Host:
             Path("/proc/self/oom_score_adj").write_text("500")
 
     def own_gauges(self, *, dear: bool) -> dict[str, int]:
-        """Return what this process holds: `rss_bytes`, `open_files`, `threads`; 30 us.
+        """Return what this process holds: `rss_bytes`, `open_files`, `threads`, `children`; 50 us.
 
-        `dear` adds `children` and `connections` (open sockets), which cost a call for each file.
+        `dear` adds `connections` (open sockets), which cost a call for each file.
         """
         frames = int(Path("/proc/self/statm").read_bytes().split()[1])
         files, threads = (os.listdir(f"/proc/self/{of}") for of in ("fd", "task"))  # noqa: PTH208 - fast
         gauges = {"rss_bytes": frames * FRAME_BYTES, "threads": len(threads)}
         gauges["open_files"] = len(files) - 1  # one of them is the listing itself
+        gauges["children"] = len(self.children())
         if dear:
             gauges["connections"] = sum(map(_is_socket, map(int, files)))
-            gauges["children"] = len(self.children())
         return gauges
 
     def oom_kills(self) -> int | None:
@@ -3261,15 +3261,19 @@ class Ledger:
         where = "WHERE run = ? ORDER BY id DESC LIMIT ?"
         return self._all(HealthCheck, where, run.key, newest)[::-1]
 
-    def safe_points(self, run: Run, generation: int, newest: int = 200) -> dict[str, list[int]]:
-        """Return, by gauge, what an attempt used at its newest safe points, oldest first."""
-        rows = self._rows(
-            f"SELECT {', '.join(GAUGES)} FROM batch WHERE run = ? AND generation = ?"
-            " AND rss_bytes IS NOT NULL ORDER BY number DESC LIMIT ?",
-            *(run.key, generation, newest),
+    def safe_points(
+        self, run: Run, generation: int, newest: int = 200
+    ) -> dict[str, list[tuple[int, int]]]:
+        """Return, by gauge, an attempt's newest safe points at which it was read, oldest first.
+
+        Each is the number of the commit and what was used.
+        """
+        sql = (
+            "SELECT number, {0} FROM batch WHERE run = ? AND generation = ?"
+            " AND {0} IS NOT NULL ORDER BY number DESC LIMIT ?"
         )
-        gauges = zip(GAUGES, zip(*reversed(rows), strict=True), strict=False)
-        return {name: [each for each in values if each is not None] for name, values in gauges}
+        found = {each: self._rows(sql.format(each), run.key, generation, newest) for each in GAUGES}
+        return {gauge: [(row[0], row[1]) for row in rows[::-1]] for gauge, rows in found.items()}
 
     def batch_times(self, run: Run, newest: int = 200) -> list[float]:
         """Return for how long each of a run's newest batches was at work, shortest first, in s."""
@@ -5330,18 +5334,23 @@ class Growth(NamedTuple):
         return f"{name} grew {amount} a batch over {self.batches} batches"
 
 
-def growth(gauge: str, values: Sequence[int]) -> Growth | None:
-    """Return how a gauge leaks, if it does: `values` are an attempt's safe points, oldest first."""
+def growth(gauge: str, points: Sequence[tuple[int, int]]) -> Growth | None:
+    """Return how a gauge leaks, if it does.
+
+    `points` are an attempt's safe points, oldest first: the commit's number and what was used.
+    """
     from statistics import median  # only where leaks are looked for
 
-    values = values[LEAK_WARM_UP:]
+    points = points[LEAK_WARM_UP:]
     for count in reversed(LEAK_POINTS):
-        before, points = values[:-count], values[-count:]
-        if len(points) == count and _rises(points) and points[-1] > max(before, default=-1):
-            pairs = ((i, j) for j in range(count) for i in range(j))
-            slope = median([(points[j] - points[i]) / (j - i) for i, j in pairs])
-            if slope * count >= LEAK_LEAST.get(gauge, 4):
-                return Growth(gauge, slope, count)
+        before, newest = [used for _, used in points[:-count]], points[-count:]
+        values = [used for _, used in newest]
+        if len(newest) == count and _rises(values) and values[-1] > max(before, default=-1):
+            pairs = ((newest[i], newest[j]) for j in range(count) for i in range(j))
+            slope = median([(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs])
+            batches = newest[-1][0] - newest[0][0] + 1
+            if slope * batches >= LEAK_LEAST.get(gauge, 4):
+                return Growth(gauge, slope, batches)
     return None
 
 
@@ -7248,6 +7257,7 @@ class Context(Generic[S]):
         Args:
             function: a plain function at the top level of a module, the job's or any other. It
                 may be called more than once, and also if the resource was never made.
+            unnamed: refused; the ledger keeps arguments by name.
             arguments: given to it by name; JSON.
 
         Raises:

@@ -469,9 +469,19 @@ def test_k27_a_run_is_paused_while_another_process_takes_the_memory(
 # --- leaks ----------------------------------------------------------------------------------------
 
 
-def test_a_leak_is_named_once_with_its_slope_and_shown(project: Project, feed: Feed) -> None:
+@pytest.mark.parametrize(
+    ("leak", "words"),
+    [
+        ('b"x" * 3_000_000', r"rss grew (2\.9|3\.\d) MB a batch over 12 batches"),
+        ('Popen(["sleep", "60"])', r"children grew 1 a batch over 12 batches"),
+    ],
+)
+def test_a_leak_is_named_once_with_its_slope_and_shown(
+    project: Project, feed: Feed, leak: str, words: str
+) -> None:
     job = """
     from pathlib import Path
+    from subprocess import Popen
     import time
     from batchrun import job
 
@@ -480,14 +490,15 @@ def test_a_leak_is_named_once_with_its_slope_and_shown(project: Project, feed: F
     @job
     def sync(ctx):
         for batch in ctx.batches(list(range(20))):
-            held.append(b"x" * 3_000_000)
+            held.append(LEAK)
             while batch.number == 20 and not Path("go").exists():
                 time.sleep(0.002)
             yield batch
     """
     write(project, feed.port)
     text = (project.folder / "batchrun.toml").read_text()
-    project.write(text.replace("batch_size = 5", "batch_size = 1"), sync=dedent(job))
+    job = dedent(job).replace("LEAK", leak)
+    project.write(text.replace("batch_size = 5", "batch_size = 1"), sync=job)
     process = project.start("-v", "run", "sync")
     ledger = project.state / "ledger.db"
     named = "SELECT why FROM event WHERE what = 'said (leak)'"
@@ -499,7 +510,6 @@ def test_a_leak_is_named_once_with_its_slope_and_shown(project: Project, feed: F
     ended = project.finish(process)
     assert ended.code == 0
     ((why,),) = rows(project, named)
-    words = r"rss grew (2\.9|3\.\d) MB a batch over 12 batches"
     assert re.fullmatch(words, why), why
     assert ended.err.count(why) == project.run("report", "sync").out.count(why) == 1
     assert re.search(f"  leak          {words}\n", status.out)
