@@ -6292,13 +6292,22 @@ class JobFrame:
             raise Interrupted
 
 
+TOLD_MAX_CHARS = 300
+
+
 def error_text(error: BaseException) -> str:
     """Return type and words of an exception, masked; of one that cannot be shown, its type."""
-    name = type(error).__name__
-    try:
-        return mask_secrets(f"{name}: {error}")
-    except Exception:  # noqa: BLE001 - the words are made by the job's own code
-        return name
+    name, words = type(error).__name__, ""
+    with contextlib.suppress(Exception):  # the words are made by the job's own code
+        words = mask_secrets(str(error))
+    return f"{name}: {words}" if words else name
+
+
+def shortened(text: str) -> str:
+    """Return text that stands whole in the log so that a letter with it fits on a screen."""
+    if len(text) <= TOLD_MAX_CHARS:
+        return text
+    return f"{text[:TOLD_MAX_CHARS]}... ({len(text):,} characters; all of it is in the log)"
 
 
 class Overdue(BaseException):
@@ -9248,7 +9257,8 @@ class Worker:
         current = self._context._current if self._context else None
         where = f" in batch {current.number}" if current else ""
         retry, said = self._may_retry(error)
-        what = f"The job raised {error_text(error)}{where}.{said}"
+        raised = f"{shortened(error_text(error))}{where}".removesuffix(".")
+        what = f"The job raised {raised}.{said}"
         if retry and (reason := self.gate.reason_to_stop()):  # which may have caused it
             return AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, reason, error=what)
         return AttemptEnd(Ending.RAISED, ExitCode.FAILED, error=what, retry=retry)
@@ -9273,7 +9283,9 @@ class Worker:
         try:
             retry = bool(asked.retry_if(error))
         except BaseException as raised:  # noqa: BLE001 - the job's own code, at the end of the attempt
-            return False, f"\nIt is not tried again: retry_if raised {error_text(raised)}."
+            log_traceback(raised)
+            words = shortened(error_text(raised)).removesuffix(".")
+            return False, f"\nIt is not tried again: retry_if raised {words}."
         if in_halves and not retry:
             return IN_HALVES, ""
         return retry, "" if retry else "\nIt is not tried again: retry_if said so."
@@ -9444,11 +9456,15 @@ class Worker:
             return
         if link is None:
             kept = self._ledger.rejects(self._run)
-            of_whom, firsts = "", [(row.record, row.reason) for row in kept[:1]]
+            of_whom, whole = "", [(row.record, row.reason) for row in kept[:1]]
         else:
             of_whom = " of this batch"
-            firsts = [(plain_text(first.record), first.reason) for first in link.rejects[:1]]
-        first = [f", the first{of_whom}: {mask_secrets(f'{r}: {why}')}" for r, why in firsts]
+            whole = [(plain_text(first.record), first.reason) for first in link.rejects[:1]]
+        words = [mask_secrets(word).removesuffix(".") for pair in whole for word in pair]
+        short = [shortened(word) for word in words]
+        if short != words:
+            write_line(2, f"Rejected: {': '.join(words)}")
+        first = [f", the first{of_whom}: {': '.join(short)}"] * bool(words)
         undone = "The batch is not committed; commit" if link else "No commit was undone; commit"
         raise TooManyRejects(
             f"More than {over} were rejected{''.join(first)}.",

@@ -663,7 +663,7 @@ def test_a_batch_that_takes_600_mb_once_under_500_mb_goes_on_in_a_fresh_worker(
     assert project.run("run", "sync").code == 0
     assert attempts(project) == [("raised", 1, 1), ("succeeded", 0, None)]
     error = rows(project, "SELECT error FROM attempt WHERE charged")[0][0]
-    assert error == "The job raised MemoryError:  in batch 2."
+    assert error == "The job raised MemoryError in batch 2."
     assert all_done(project)
 
 
