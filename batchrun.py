@@ -8969,6 +8969,9 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
     if run.state in OWNED:
         why = "Its processes are gone without a word: killed, or the machine was switched off."
         run = run._replace(state=RunState.INTERRUPTED, reason="", error=why)
+    elif run.checks_at:
+        why = f"{run.error}\nNobody keeps it any more; the tick goes on with it."
+        run = run._replace(error=why)
     answer = answer_to("tick", ledger, run)
     return Standing(run.state, *what_next(ledger, run), answer == Reply.GO_ON, answer == Reply.SKIP)
 

@@ -298,7 +298,8 @@ def test_a_supervisor_killed_in_a_pause_leaves_the_run_to_the_tick(
     project.finish(process)
     status = project.run("status", "sync").out
     assert "sync: paused (health) since " in status
-    assert "keeps it" not in status
+    assert "  why           Nobody keeps it any more; the tick goes on with it.\n" in status
+    assert "to type: batchrun resume " in status
     feed.comes_back()
     assert project.run("resume", "--all").code == 0
     assert all_done(project)
