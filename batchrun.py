@@ -74,6 +74,7 @@ from typing import (
     Any,
     Generic,
     Literal,
+    Never,
     NoReturn,
     Protocol,
     Self,
@@ -957,17 +958,17 @@ class Host:
             Path("/proc/self/oom_score_adj").write_text("500")
 
     def own_gauges(self, *, dear: bool) -> dict[str, int]:
-        """Return what this process holds: `rss_bytes`, `open_files`, `threads`; 30 us.
+        """Return what this process holds: `rss_bytes`, `open_files`, `threads`, `children`; 50 us.
 
-        `dear` adds `children` and `connections` (open sockets), which cost a call for each file.
+        `dear` adds `connections` (open sockets), which cost a call for each file.
         """
         frames = int(Path("/proc/self/statm").read_bytes().split()[1])
         files, threads = (os.listdir(f"/proc/self/{of}") for of in ("fd", "task"))  # noqa: PTH208 - fast
         gauges = {"rss_bytes": frames * FRAME_BYTES, "threads": len(threads)}
         gauges["open_files"] = len(files) - 1  # one of them is the listing itself
+        gauges["children"] = len(self.children())
         if dear:
             gauges["connections"] = sum(map(_is_socket, map(int, files)))
-            gauges["children"] = len(self.children())
         return gauges
 
     def oom_kills(self) -> int | None:
@@ -3271,15 +3272,19 @@ class Ledger:
         where = "WHERE run = ? ORDER BY id DESC LIMIT ?"
         return self._all(HealthCheck, where, run.key, newest)[::-1]
 
-    def safe_points(self, run: Run, generation: int, newest: int = 200) -> dict[str, list[int]]:
-        """Return, by gauge, what an attempt used at its newest safe points, oldest first."""
-        rows = self._rows(
-            f"SELECT {', '.join(GAUGES)} FROM batch WHERE run = ? AND generation = ?"
-            " AND rss_bytes IS NOT NULL ORDER BY number DESC LIMIT ?",
-            *(run.key, generation, newest),
+    def safe_points(
+        self, run: Run, generation: int, newest: int = 200
+    ) -> dict[str, list[tuple[int, int]]]:
+        """Return, by gauge, an attempt's newest safe points at which it was read, oldest first.
+
+        Each is the number of the commit and what was used.
+        """
+        sql = (
+            "SELECT number, {0} FROM batch WHERE run = ? AND generation = ?"
+            " AND {0} IS NOT NULL ORDER BY number DESC LIMIT ?"
         )
-        gauges = zip(GAUGES, zip(*reversed(rows), strict=True), strict=False)
-        return {name: [each for each in values if each is not None] for name, values in gauges}
+        found = {each: self._rows(sql.format(each), run.key, generation, newest) for each in GAUGES}
+        return {gauge: [(row[0], row[1]) for row in rows[::-1]] for gauge, rows in found.items()}
 
     def batch_times(self, run: Run, newest: int = 200) -> list[float]:
         """Return for how long each of a run's newest batches was at work, shortest first, in s."""
@@ -5101,7 +5106,8 @@ class StateDirectory:
 #
 #   pause if and only if two factors or more are bad, or one that is critical
 #
-# While no worker runs, every need is critical: no attempt begins that cannot do its work.
+# While no worker runs, a declared need that is bad pauses alone too, critical or not: no attempt
+# begins that cannot do its work.
 #
 # Only what changes is told. While anything is bad, checks come `recheck_after` apart, then twice as
 # far each time, up to check_interval; each wait is drawn from 0.75 to 1.25 of that, so that many
@@ -5136,6 +5142,7 @@ class Factor(NamedTuple):
     state: Wellness
     why: str
     critical: bool = False  # if it is bad, it pauses alone
+    wanted: bool = False  # no worker runs, and none is started while it is bad
 
     def __str__(self) -> str:
         return f"{self.state}: {self.why}"
@@ -5255,12 +5262,14 @@ def disk_answer(free_bytes: int, min_free_bytes: int) -> Answer:
 
 
 def verdict_of(factors: Iterable[Factor]) -> Verdict:
-    """Judge factors: two that are bad pause, or one that is critical; unknown is not bad."""
+    """Judge factors: two that are bad pause, or one critical or wanted; unknown is not bad."""
     bad = [factor for factor in factors if factor.state == Wellness.BAD]
-    critical = [factor for factor in bad if factor.critical]
     why = "; ".join(f"{factor.name}: {factor.why}" for factor in bad)
-    if critical and len(bad) == 1:
+    if len(bad) == 1 and bad[0].critical:
         return Verdict(pause=True, why=f"a critical factor is bad: {why}")
+    if len(bad) == 1 and bad[0].wanted:
+        why = f"a declared need is bad: {why}; no attempt begins until it answers"
+        return Verdict(pause=True, why=why)
     if len(bad) > 1:
         count = "two" if len(bad) == 2 else "three"
         return Verdict(pause=True, why=f"{count} factors are bad: {why}")
@@ -5303,7 +5312,8 @@ class HealthMonitor:
         """Let one factor become bad or good, if it was so often enough in a row."""
         name, is_bad = factor.name, factor.state == Wellness.BAD
         was_bad = name in self._bad
-        if is_bad and (was_bad or factor.critical or self._next(name) >= self._health.bad_in_a_row):
+        at_once = was_bad or factor.critical or factor.wanted
+        if is_bad and (at_once or self._next(name) >= self._health.bad_in_a_row):
             self._bad[name], self._in_a_row[name] = factor, 0
         elif was_bad and factor.state == Wellness.OK:
             if self._next(name) >= self._health.good_in_a_row:
@@ -5349,18 +5359,23 @@ class Growth(NamedTuple):
         return f"{name} grew {amount} a batch over {self.batches} batches"
 
 
-def growth(gauge: str, values: Sequence[int]) -> Growth | None:
-    """Return how a gauge leaks, if it does: `values` are an attempt's safe points, oldest first."""
+def growth(gauge: str, points: Sequence[tuple[int, int]]) -> Growth | None:
+    """Return how a gauge leaks, if it does.
+
+    `points` are an attempt's safe points, oldest first: the commit's number and what was used.
+    """
     from statistics import median  # only where leaks are looked for
 
-    values = values[LEAK_WARM_UP:]
+    points = points[LEAK_WARM_UP:]
     for count in reversed(LEAK_POINTS):
-        before, points = values[:-count], values[-count:]
-        if len(points) == count and _rises(points) and points[-1] > max(before, default=-1):
-            pairs = ((i, j) for j in range(count) for i in range(j))
-            slope = median([(points[j] - points[i]) / (j - i) for i, j in pairs])
-            if slope * count >= LEAK_LEAST.get(gauge, 4):
-                return Growth(gauge, slope, count)
+        before, newest = [used for _, used in points[:-count]], points[-count:]
+        values = [used for _, used in newest]
+        if len(newest) == count and _rises(values) and values[-1] > max(before, default=-1):
+            pairs = ((newest[i], newest[j]) for j in range(count) for i in range(j))
+            slope = median([(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs])
+            batches = newest[-1][0] - newest[0][0] + 1
+            if slope * batches >= LEAK_LEAST.get(gauge, 4):
+                return Growth(gauge, slope, batches)
     return None
 
 
@@ -5792,8 +5807,9 @@ class HealthWatch:
         }
         memory, usage = self._host.memory(worker), self._used(worker)
         grown = self._grown(run, generation) if worker else None
-        alone = worker is None
-        factors = self._factors(memory, usage, with_connections(answers, usage), grown, alone=alone)
+        factors = self._factors(memory, usage, with_connections(answers, usage), grown)
+        if worker is None:
+            factors = [each._replace(wanted=each.name != "memory") for each in factors]
         now_s = self._host.monotonic()
         judged = self._monitor.judge(factors, now_s)
         self.due_s = judged.next_s
@@ -5813,14 +5829,11 @@ class HealthWatch:
         usage: Usage | None,
         answers: Mapping[str, Answer],
         grown: Growth | None,
-        *,
-        alone: bool,
     ) -> list[Factor]:
         free_bytes = self._host.free_bytes(self._config.state)
         own = [(DISK, disk_answer(free_bytes, self._config.min_free_bytes))]
         own.append((LEDGER, self._of_ledger))
-        needs = [need._replace(critical=need.critical or alone) for need in self._needs]
-        pairs = [(need, answers[need.name]) for need in needs]
+        pairs = [(need, answers[need.name]) for need in self._needs]
         databases = [pair for pair in pairs if pair[0].factor == "connections"]
         others = [pair for pair in pairs if pair[0].factor == "dependencies"]
         return [
@@ -6224,6 +6237,9 @@ Call {call} before the yield, and inside transaction() if there is one.""",
     "count": """count({name}={more}) is no number of records.
 The report adds these up; only whole numbers from 0 on can be added.
 Write for example: batch.count({name}=len(changed))""",
+    "no reason": """reject() of batch {number} was given {reason} as its reason.
+The reason is what a person reads who has to decide about the record.
+Write a text or the exception: batch.reject(record, "no price")""",
     "no name": """No {kind} can be named {name}.
 Its name stands in the checkpoint and in reports, and is compared on resume.
 Use 1 to 200 printable characters.""",
@@ -6307,13 +6323,24 @@ class JobFrame:
             raise Interrupted
 
 
+TOLD_MAX_CHARS = 300
+
+
 def error_text(error: BaseException) -> str:
     """Return type and words of an exception, masked; of one that cannot be shown, its type."""
-    name = type(error).__name__
-    try:
-        return mask_secrets(str(error) if type(error) is EndedApart else f"{name}: {error}")
-    except Exception:  # noqa: BLE001 - the words are made by the job's own code
-        return name
+    name, words = type(error).__name__, ""
+    with contextlib.suppress(Exception):  # the words are made by the job's own code
+        words = mask_secrets(str(error))
+    if type(error) is EndedApart:
+        return words
+    return f"{name}: {words}" if words else name
+
+
+def shortened(text: str) -> str:
+    """Return text that stands whole in the log so that a letter with it fits on a screen."""
+    if len(text) <= TOLD_MAX_CHARS:
+        return text
+    return f"{text[:TOLD_MAX_CHARS]}... ({len(text):,} characters; all of it is in the log)"
 
 
 class EndedApart(Exception):
@@ -6393,7 +6420,9 @@ class CleanupStack:
             raise Overdue
 
 
-def require_recordable(function: Any, arguments: dict[str, Any]) -> str:
+def require_recordable(
+    function: Any, arguments: dict[str, Any], unnamed: Sequence[object] = ()
+) -> str:
     """Return the name by which another process finds a cleanup's function, `module:name`."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     text = f"{module}:{name}" if module and name else f"A {type(function).__name__}"
@@ -6406,6 +6435,8 @@ def require_recordable(function: Any, arguments: dict[str, Any]) -> str:
     except (TypeError, ValueError):
         raise broken("no arguments", name=text, reason="they are no JSON") from None
     reason = "" if same else "JSON gives back others"
+    if unnamed:
+        reason = f"{len(unnamed)} of them {'has' if len(unnamed) == 1 else 'have'} no name"
     if mask_secrets(kept) != kept:
         reason = "a secret is among them"
     if reason := reason or misfit(function, arguments):
@@ -6899,16 +6930,22 @@ class Batch:
         finally:
             self._inside = False
 
-    def reject(self, record: object, reason: str) -> None:
+    def reject(self, record: object, reason: str | BaseException) -> None:
         """Leave a record out, with a reason; it counts when the batch is committed.
+
+        Of an exception its type and text are the reason.
 
         One of the batch's own records can be run again later; of anything else the text is kept.
 
         Raises:
-            JobError: the batch is closed already.
+            JobError: the batch is closed already, or the reason is neither.
         """
         with self._context._own_code():
             self._require_open("reject()")
+            if isinstance(reason, BaseException):
+                reason = error_text(reason)
+            if not isinstance(reason, str):
+                raise broken("no reason", number=self.number, reason=type(reason).__name__)
             self._link.rejects.append(Reject(record, reason, handed=self._handed_out(record)))
             self._link.rejected += 1
 
@@ -7291,7 +7328,9 @@ class Context(Generic[S]):
         name = getattr(function, "__name__", type(function).__name__)
         self._cleanups.push(name, lambda _: function(*arguments))
 
-    def cleanup(self, function: Callable[..., object], /, **arguments: Any) -> None:
+    def cleanup(
+        self, function: Callable[..., object], /, *unnamed: Never, **arguments: Any
+    ) -> None:
         """Record, before a resource is made, what will remove it; also if this process is killed.
 
         It is called at the end of this attempt, in reverse order with all other releases, or else
@@ -7301,13 +7340,15 @@ class Context(Generic[S]):
         Args:
             function: a plain function at the top level of a module, the job's or any other. It
                 may be called more than once, and also if the resource was never made.
+            unnamed: refused; the ledger keeps arguments by name.
             arguments: given to it by name; JSON.
 
         Raises:
             JobError: another process could not make this call; nothing is recorded.
         """
         with self._own_code():
-            self._driver.record_cleanup(require_recordable(function, arguments), arguments)
+            name = require_recordable(function, arguments, unnamed)
+            self._driver.record_cleanup(name, arguments)
 
     # -- where the loops stand -----------------------------------------------------------------
 
@@ -9008,6 +9049,9 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
     if run.state in OWNED:
         why = "Its processes are gone without a word: killed, or the machine was switched off."
         run = run._replace(state=RunState.INTERRUPTED, reason="", error=why)
+    elif run.checks_at:
+        why = f"{run.error}\nNobody keeps it any more; the tick goes on with it."
+        run = run._replace(error=why)
     answer = answer_to("tick", ledger, run)
     return Standing(run.state, *what_next(ledger, run), answer == Reply.GO_ON, answer == Reply.SKIP)
 
@@ -9296,7 +9340,8 @@ class Worker:
         current = self._context._current if self._context else None
         where = f" in batch {current.number}" if current else ""
         retry, said = self._may_retry(error)
-        what = f"The job raised {error_text(error)}{where}.{said}"
+        raised = f"{shortened(error_text(error))}{where}".removesuffix(".")
+        what = f"The job raised {raised}.{said}"
         if retry and (reason := self.gate.reason_to_stop()):  # which may have caused it
             return AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, reason, error=what)
         return AttemptEnd(Ending.RAISED, ExitCode.FAILED, error=what, retry=retry)
@@ -9321,7 +9366,9 @@ class Worker:
         try:
             retry = bool(asked.retry_if(error))
         except BaseException as raised:  # noqa: BLE001 - the job's own code, at the end of the attempt
-            return False, f"\nIt is not tried again: retry_if raised {error_text(raised)}."
+            log_traceback(raised)
+            words = shortened(error_text(raised)).removesuffix(".")
+            return False, f"\nIt is not tried again: retry_if raised {words}."
         if in_halves and not retry:
             return IN_HALVES, ""
         return retry, "" if retry else "\nIt is not tried again: retry_if said so."
@@ -9492,11 +9539,15 @@ class Worker:
             return
         if link is None:
             kept = self._ledger.rejects(self._run)
-            of_whom, firsts = "", [(row.record, row.reason) for row in kept[:1]]
+            of_whom, whole = "", [(row.record, row.reason) for row in kept[:1]]
         else:
             of_whom = " of this batch"
-            firsts = [(plain_text(first.record), first.reason) for first in link.rejects[:1]]
-        first = [f", the first{of_whom}: {mask_secrets(f'{r}: {why}')}" for r, why in firsts]
+            whole = [(plain_text(first.record), first.reason) for first in link.rejects[:1]]
+        words = [mask_secrets(word).removesuffix(".") for pair in whole for word in pair]
+        short = [shortened(word) for word in words]
+        if short != words:
+            write_line(2, f"Rejected: {': '.join(words)}")
+        first = [f", the first{of_whom}: {': '.join(short)}"] * bool(words)
         undone = "The batch is not committed; commit" if link else "No commit was undone; commit"
         raise TooManyRejects(
             f"More than {over} were rejected{''.join(first)}.",

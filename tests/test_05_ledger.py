@@ -435,20 +435,20 @@ def test_readings_and_health_checks_are_kept_in_order_by_the_owner_alone(ledger:
 
 def test_safe_points_are_the_gauges_of_an_attempt_in_order(ledger: Ledger) -> None:
     run = opened(ledger)
-    assert ledger.safe_points(run, 1) == {}
+    none: dict[str, list[object]] = {gauge: [] for gauge in batchrun.GAUGES}
+    assert ledger.safe_points(run, 1) == none
     for _ in range(4):
         run = commit(ledger, run)
     with ledger._writing():
         ledger._sql("UPDATE batch SET rss_bytes = 10 * number, threads = 2 WHERE number > 1")
+        ledger._sql("UPDATE batch SET connections = 7 WHERE number IN (1, 4)")
     points = ledger.safe_points(run, 1, newest=2)
-    assert points == {
-        "rss_bytes": [30, 40],
-        "open_files": [],
-        "connections": [],
-        "threads": [2, 2],
-        "children": [],
+    assert points == none | {
+        "rss_bytes": [(3, 30), (4, 40)],
+        "connections": [(1, 7), (4, 7)],  # far apart: it is not read at every one
+        "threads": [(3, 2), (4, 2)],
     }
-    assert ledger.safe_points(run, 2) == {}
+    assert ledger.safe_points(run, 2) == none
 
 
 def test_a_rename_that_fails_leaves_no_row(ledger: Ledger) -> None:

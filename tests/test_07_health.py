@@ -26,6 +26,7 @@ from batchrun import (
     FACTORS,
     Answer,
     Factor,
+    Growth,
     HealthConfig,
     HealthMonitor,
     Host,
@@ -38,7 +39,6 @@ from batchrun import (
     connections_factor,
     dependencies_factor,
     disk_answer,
-    growth,
     load_config,
     memory_factor,
     size_text,
@@ -176,6 +176,10 @@ def test_a_verdict_says_why_in_one_line() -> None:
         True,
         f"a critical factor is bad: {down}",
     )
+    assert verdict_of([cache._replace(wanted=True)]) == (
+        True,
+        f"a declared need is bad: {down}; no attempt begins until it answers",
+    )
     assert verdict_of([cache]) == (False, f"one factor is bad, which alone does not pause: {down}")
     assert verdict_of([]) == (False, "well")
 
@@ -270,6 +274,16 @@ def test_waits_are_spread_by_a_quarter() -> None:
 
 
 # --- leaks ----------------------------------------------------------------------------------------
+
+
+def growth(gauge: str, values: Sequence[int], every: int = 1) -> Growth | None:
+    """Return how a gauge leaks that was read after each batch, or after every few."""
+    return batchrun.growth(gauge, [(every * n, used) for n, used in enumerate(values)])
+
+
+def test_a_leak_is_found_where_a_gauge_is_read_only_now_and_then() -> None:
+    found = growth("connections", range(15), every=50)
+    assert str(found) == "connections grew 0.02 a batch over 551 batches"
 
 
 def test_twelve_batches_of_a_leak_are_named_with_their_slope() -> None:

@@ -447,6 +447,66 @@ def test_rejecting_from_a_batch_that_was_yielded_is_refused(shop: Shop) -> None:
     assert shop.letter().startswith("reject() of batch 1 was called after the batch was closed.")
 
 
+def test_an_exception_is_a_reason_to_reject_and_stands_there_as_its_type_and_text(
+    shop: Shop,
+) -> None:
+    shop.write(LOOP + "    batch.reject(batch.records[0], KeyError('price'))\n    yield batch")
+    assert "the first of this batch: 0: KeyError: 'price'." in shop.letter()
+
+
+def test_a_long_error_is_cut_in_letters_and_stands_whole_in_the_log(shop: Shop) -> None:
+    shop.write(LOOP + "    raise ValueError('x' * 4900 + 'END')\n    yield batch")
+    text = (shop.folder / "batchrun.toml").read_text()
+    (shop.folder / "batchrun.toml").write_text(f"{text}max_tries = 1\n")
+    ended = shop.project.run("run", "sync")
+    cut = "x" * (300 - len("ValueError: ")) + "... (4,915 characters; all of it is in the log)"
+    assert f"The job raised ValueError: {cut} in batch 1.\n" in ended.err
+    assert max(map(len, ended.err.splitlines())) < 500
+    (log,) = shop.folder.rglob("*.log")
+    assert "x" * 4900 + "END" in log.read_text()
+    for words in (["status", "sync"], ["report", "sync"]):
+        assert "x" * 301 not in shop.project.run(*words).out
+
+
+def test_a_long_rejected_record_is_cut_in_the_letter_and_stands_whole_in_the_log(
+    shop: Shop,
+) -> None:
+    shop.write(LOOP + "    batch.reject('r' * 5000, 'y' * 400 + '.')\n    yield batch")
+    letter = shop.project.run("run", "sync").err
+    record = f"'{'r' * 299}... (5,002 characters; all of it is in the log)"
+    reason = f"{'y' * 300}... (400 characters; all of it is in the log)"
+    assert f"the first of this batch: {record}: {reason}.\n" in letter
+    (log,) = shop.folder.rglob("*.log")
+    assert f"Rejected: '{'r' * 5000}': {'y' * 400}\n" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("MemoryError()", "MemoryError in batch 1."),
+        ("ValueError('no price.')", "ValueError: no price. in batch 1."),
+    ],
+)
+def test_an_error_is_one_sentence_with_and_without_words(shop: Shop, error: str, said: str) -> None:
+    shop.write(LOOP + f"    raise {error}\n    yield batch")
+    assert f"The job raised {said}" in shop.letter()
+
+
+def test_a_reason_that_ends_with_a_full_stop_gets_no_second_one(shop: Shop) -> None:
+    shop.write(LOOP + "    batch.reject(0, 'It failed in batch 9.')\n    yield batch")
+    assert "the first of this batch: 0: It failed in batch 9.\n" in shop.letter()
+
+
+@pytest.mark.parametrize("reason", ["None", "7"])
+def test_what_is_no_reason_to_reject_is_the_jobs_mistake(shop: Shop, reason: str) -> None:
+    shop.write(LOOP + f"    batch.reject(batch.records[0], {reason})\n    yield batch")
+    kind = type(eval(reason)).__name__  # noqa: S307 - of the two above
+    assert shop.letter().startswith(
+        f"reject() of batch 1 was given {kind} as its reason.\n"
+        "The reason is what a person reads who has to decide about the record.\n"
+    )
+
+
 def test_finishing_with_an_applied_batch_in_hand_is_refused(shop: Shop) -> None:
     shop.write(
         WITH_TARGET

@@ -168,14 +168,14 @@ def test_the_founding_story_a_dependency_is_gone_for_long_and_comes_back(
     assert (paused_s > 0.2, tries, checks_at) == (True, 0, None)
     down = f"dependencies: feed tcp://127.0.0.1:{feed.port} refuses connections"
     assert said(project) == [
-        f"health: pause: a critical factor is bad: {down}",
+        f"health: pause: a declared need is bad: {down}; no attempt begins until it answers",
         "health: go on: well; well again: dependencies: all answer",
     ]
     report = project.run("report", "sync").out
     assert f"  paused    {int(paused_s)}s by health\n" in report
     assert re.search(
         r"paused \(health\): The job raised ConnectionRefusedError: .* in batch 2\. No"
-        r" try is charged: a critical factor is bad: dependencies: feed ",
+        r" try is charged: a declared need is bad: dependencies: feed ",
         report,
     )
     assert re.search(r"reserved \(health\): it is well again\n", report)
@@ -239,7 +239,8 @@ def test_what_goes_away_while_a_try_is_waited_for_holds_it_back_too(
 
 def test_everybody_who_asks_is_told_who_keeps_a_paused_run(project: Project, feed: Feed) -> None:
     process = paused_in_the_middle(project, feed)
-    why = rf"It is paused by health: .* feed tcp://127\.0\.0\.1:{feed.port} refuses connections"
+    down = rf"feed tcp://127\.0\.0\.1:{feed.port} refuses connections"
+    why = rf"It is paused by health: .* {down}; no attempt begins until it answers"
     who = rf"Process {process.pid} keeps it, goes on when it is well, and checks again now\."
     assert not Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[1:]
     status = project.run("status", "sync").out
@@ -297,7 +298,8 @@ def test_a_supervisor_killed_in_a_pause_leaves_the_run_to_the_tick(
     project.finish(process)
     status = project.run("status", "sync").out
     assert "sync: paused (health) since " in status
-    assert "keeps it" not in status
+    assert "  why           Nobody keeps it any more; the tick goes on with it.\n" in status
+    assert "to type: batchrun resume " in status
     feed.comes_back()
     assert project.run("resume", "--all").code == 0
     assert all_done(project)
@@ -322,12 +324,12 @@ def test_past_max_pause_a_person_is_told_and_the_tick_tries_again(
 ) -> None:
     ended = project.finish(paused_in_the_middle(project, feed, options='max_pause = "300ms"\n'))
     ((run, paused_s),) = rows(project, "SELECT id, paused_s FROM run")
-    why = f"a critical factor is bad: dependencies: feed tcp://127.0.0.1:{feed.port} refuses"
+    why = f"a declared need is bad: dependencies: feed tcp://127.0.0.1:{feed.port} refuses"
     assert (ended.code, ended.err) == (
         13,
         (
             f"sync: run {run} paused.\n"
-            f"It was not well for 0s: {why} connections\n"
+            f"It was not well for 0s: {why} connections; no attempt begins until it answers\n"
             "Commit 1 stands: 5 records are done.\n"
             f"The log: {project.state}/logs/sync/{run}.log\n"
             f"To go on: batchrun resume {run}\n"
@@ -357,7 +359,7 @@ def test_k08_a_pause_feeds_the_watchdog_says_why_and_leaves_at_once(
     wait_for(lambda: is_paused(project), "the pause")
     ear.forget()
     wait_for(lambda: len(ear.heard("WATCHDOG")) > 5, "the watchdog's food")
-    words = r"sync: paused by health, checks again at \d\d:\d\d:\d\dZ: a critical factor is bad: .*"
+    words = r"sync: paused by health, checks again at \d\d:\d\d:\d\dZ: a declared need is bad: .*"
     wait_for(lambda: any(re.fullmatch(words, s) for s in ear.heard("STATUS")), "the reason")
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
@@ -468,9 +470,19 @@ def test_k27_a_run_is_paused_while_another_process_takes_the_memory(
 # --- leaks ----------------------------------------------------------------------------------------
 
 
-def test_a_leak_is_named_once_with_its_slope_and_shown(project: Project, feed: Feed) -> None:
+@pytest.mark.parametrize(
+    ("leak", "words"),
+    [
+        ('b"x" * 3_000_000', r"rss grew (2\.9|3\.\d) MB a batch over 12 batches"),
+        ('Popen(["sleep", "60"])', r"children grew 1 a batch over 12 batches"),
+    ],
+)
+def test_a_leak_is_named_once_with_its_slope_and_shown(
+    project: Project, feed: Feed, leak: str, words: str
+) -> None:
     job = """
     from pathlib import Path
+    from subprocess import Popen
     import time
     from batchrun import job
 
@@ -479,14 +491,15 @@ def test_a_leak_is_named_once_with_its_slope_and_shown(project: Project, feed: F
     @job
     def sync(ctx):
         for batch in ctx.batches(list(range(20))):
-            held.append(b"x" * 3_000_000)
+            held.append(LEAK)
             while batch.number == 20 and not Path("go").exists():
                 time.sleep(0.002)
             yield batch
     """
     write(project, feed.port)
     text = (project.folder / "batchrun.toml").read_text()
-    project.write(text.replace("batch_size = 5", "batch_size = 1"), sync=dedent(job))
+    job = dedent(job).replace("LEAK", leak)
+    project.write(text.replace("batch_size = 5", "batch_size = 1"), sync=job)
     process = project.start("-v", "run", "sync")
     ledger = project.state / "ledger.db"
     named = "SELECT why FROM event WHERE what = 'said (leak)'"
@@ -498,7 +511,6 @@ def test_a_leak_is_named_once_with_its_slope_and_shown(project: Project, feed: F
     ended = project.finish(process)
     assert ended.code == 0
     ((why,),) = rows(project, named)
-    words = r"rss grew (2\.9|3\.\d) MB a batch over 12 batches"
     assert re.fullmatch(words, why), why
     assert ended.err.count(why) == project.run("report", "sync").out.count(why) == 1
     assert re.search(f"  leak          {words}\n", status.out)

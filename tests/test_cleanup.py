@@ -592,6 +592,16 @@ UNFIT: list[tuple[Any, str, str]] = [
 ]
 
 
+def test_an_argument_without_a_name_is_refused_and_no_try_is_charged(shop: Shop) -> None:
+    shop.write(before="ctx.cleanup(drop, 'scratch_1')")
+    ended = shop.run()
+    assert ended.code == 1
+    assert (
+        "The cleanup sync:drop cannot have these arguments: 1 of them has no name.\n"
+        "They are kept in the ledger as JSON, and given back to the function by name.\n"
+    ) in ended.err
+
+
 @pytest.mark.parametrize(("function", "name", "reason"), UNFIT)
 def test_a_function_that_another_process_could_not_find_is_refused(
     function: Any,  # noqa: ANN401 - whatever a job passes
