@@ -810,7 +810,7 @@ def test_a_transaction_that_the_job_ends_by_itself_is_refused(
 
 def test_half_a_batch_is_rolled_back_when_the_job_raises(stock: Stock) -> None:
     stock.write(WRITE.replace("\nyield", "\n    if batch.number == 2: raise OSError\nyield"))
-    assert stock.shop.letter().startswith("The job raised OSError:  in batch 2.")
+    assert stock.shop.letter().startswith("The job raised OSError in batch 2.")
     assert stock.applied() == ALL[:5]
 
 
