@@ -11594,7 +11594,7 @@ def render_closed(findings: list[Finding]) -> str:
         [
             *said,
             "Maintenance stays on: nothing was changed, and nothing starts. Type one of:",
-            "  batchrun maintenance off           once a converter, or the older version, is there",
+            "  batchrun maintenance off           once it is mended (converter, old file, setting)",
             "  batchrun maintenance off --force   to open it all the same, which is recorded",
         ]
     )

@@ -349,7 +349,7 @@ def test_a_cancel_asked_for_outranks_a_question(project: Project) -> None:
     wait_for(lambda: is_asked(project), "a question")
     assert project.run("cancel", "sync").code == 0
     wait_for(lambda: continue_all(project) or process.poll() is not None, "the end")
-    assert run_row(project) == ("cancelled", "approval", 2)
+    assert run_row(project) == ("cancelled", "person", 2)
 
 
 def is_asked(project: Project) -> bool:

@@ -813,7 +813,7 @@ def test_a_deferred_start_with_wrong_settings_fails_with_a_way_out_that_works(
     assert crowd.run("maintenance on") == 0
     assert crowd.run("run sync --set nope=1 --when-blocked defer") == 75
     assert crowd.run("maintenance off") == 3
-    assert "  to type: batchrun cancel " in crowd.said()
+    assert "  batchrun maintenance off --force " in crowd.said()
     assert crowd.run("maintenance off --force") == 0
     assert crowd.run("resume --all") == 2
     assert "The job sync has no settings, but nope is given." in crowd.said()

@@ -172,7 +172,7 @@ def test_a_maintenance_that_stays_on_says_so_with_the_two_ways_out(paused: Proje
         " written by version 1 of the job sync.\n"
         "The job's file understands: 2, 3.\n"
         "Maintenance stays on: nothing was changed, and nothing starts. Type one of:\n"
-        "  batchrun maintenance off           once a converter, or the older version, is there\n"
+        "  batchrun maintenance off           once it is mended (converter, old file, setting)\n"
         "  batchrun maintenance off --force   to open it all the same, which is recorded\n"
     )
     assert paused.run("maintenance", "off", "--force").code == 0
