@@ -43,7 +43,7 @@ The sections, bottom first; each uses only what stands above it:
     14. Command line              words to calls
 
 Twenty minutes of reading: the comment at the head of section 11 (the commit), the one of section 4
-(the file), `Ledger.commit`; `VERDICTS` in section 10 (what a start finds) and `ANSWERS` there (who
+(the file), `Ledger.commit`; `VERDICTS` in section 10 (what a start finds) and `REPLIES` there (who
 goes on with what stopped), `Ledger.admit`; then `Context.batches` and `Worker.drive`. The head of
 every section says its rules before the code does.
 """
@@ -8486,7 +8486,7 @@ class Reader:
 # What a start refuses, `repair` mends: it copies everything aside, then lets the ledger stand where
 # the checkpoints do.
 #
-# Whether a start goes on with an unfinished run at all is said by one table, ANSWERS, which the
+# Whether a start goes on with an unfinished run at all is said by one table, REPLIES, which the
 # admission, the tick and `status` share.
 
 LOG_LIMIT_BYTES = 64_000_000
@@ -8959,7 +8959,7 @@ STARTS = ("run", "fresh", "resume", "tick")  # `run`, `run --fresh`, `resume RUN
 
 _GO_ON, _REFUSE, _BUSY, _SKIP = Reply
 
-ANSWERS = {  # how an unfinished run stands -> what each of STARTS does
+REPLIES = {  # how an unfinished run stands -> what each of STARTS does
     "has a live owner": (_BUSY, _BUSY, _BUSY, _SKIP),  # the lock says so before anybody looks here
     "has a start that was deferred": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),  # defer asked the rest
     "awaits a person: its next batch is poison": (_REFUSE, _REFUSE, _GO_ON, _SKIP),
@@ -8972,7 +8972,7 @@ ANSWERS = {  # how an unfinished run stands -> what each of STARTS does
 
 
 def situation(ledger: Ledger, run: Run) -> str:
-    """Return how an unfinished run stands: a key of ANSWERS, the first that applies."""
+    """Return how an unfinished run stands: a key of REPLIES, the first that applies."""
     awaits = run.state == RunState.AWAITING
     answered = run.reason == Reason.APPROVAL and ledger.open_question(run) is None
     stands = {
@@ -8988,14 +8988,14 @@ def situation(ledger: Ledger, run: Run) -> str:
     return next(words for words, applies in stands.items() if applies)
 
 
-def answer_to(start: str, ledger: Ledger, run: Run) -> Reply:
+def reply_to(start: str, ledger: Ledger, run: Run) -> Reply:
     """Return what a start does with an unfinished run."""
-    return ANSWERS[situation(ledger, run)][STARTS.index(start)]
+    return REPLIES[situation(ledger, run)][STARTS.index(start)]
 
 
 def require_may_go_on(start: str, ledger: Ledger, run: Run) -> None:
     """Refuse a start where the table does (PersonNeeded): how the run stands, what to type."""
-    if answer_to(start, ledger, run) != Reply.REFUSE:
+    if reply_to(start, ledger, run) != Reply.REFUSE:
         return
     why, todo = what_next(ledger, run)
     give_up = f"\nTo give it up: batchrun cancel {run.id}" * (run.state == RunState.AWAITING)
@@ -9052,8 +9052,8 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
     elif run.checks_at:
         why = f"{run.error}\nNobody keeps it any more; the tick goes on with it."
         run = run._replace(error=why)
-    answer = answer_to("tick", ledger, run)
-    return Standing(run.state, *what_next(ledger, run), answer == Reply.GO_ON, answer == Reply.SKIP)
+    reply = reply_to("tick", ledger, run)
+    return Standing(run.state, *what_next(ledger, run), reply == Reply.GO_ON, reply == Reply.SKIP)
 
 
 def never_run(job: str) -> Standing:
@@ -10319,7 +10319,7 @@ class Supervisor:
                 self._state.maintenance.require_open, self._job_config
             ),
             require_may_go_on=functools.partial(require_may_go_on, launch.start, self._ledger),
-            leaves=lambda run: answer_to(launch.start, self._ledger, run) == Reply.SKIP,
+            leaves=lambda run: reply_to(launch.start, self._ledger, run) == Reply.SKIP,
             write_checkpoint=self._store.replace,
             overrides=launch.overrides,
             accept_settings="settings" in launch.acceptances,

@@ -15,7 +15,7 @@ from test_11_worker import at, rows, run_row
 
 import batchrun
 from batchrun import (
-    ANSWERS,
+    REPLIES,
     STARTS,
     Agreement,
     Host,
@@ -24,8 +24,8 @@ from batchrun import (
     Request,
     Run,
     RunState,
-    answer_to,
     open_ledger,
+    reply_to,
     require_may_go_on,
     standing,
 )
@@ -411,17 +411,17 @@ def in_situation(ledger: Ledger, name: str) -> list[Run]:
     return found
 
 
-@pytest.mark.parametrize(("name", "start"), list(product(ANSWERS, STARTS)))
+@pytest.mark.parametrize(("name", "start"), list(product(REPLIES, STARTS)))
 def test_each_start_does_with_an_unfinished_run_what_the_table_says(
     ledger: Ledger, name: str, start: str
 ) -> None:
-    wanted = ANSWERS[name][STARTS.index(start)]
+    wanted = REPLIES[name][STARTS.index(start)]
     for run in in_situation(ledger, name):
-        assert answer_to(start, ledger, run) == wanted, (run.state, run.reason)
+        assert reply_to(start, ledger, run) == wanted, (run.state, run.reason)
         if name == "has a live owner":  # which the lock keeps every start from
             continue
         stands = standing(ledger, run, Host())
-        tick = ANSWERS[name][STARTS.index("tick")]
+        tick = REPLIES[name][STARTS.index("tick")]
         assert (stands.is_due, stands.needs_someone) == (tick == "go on", tick == "skip")
         assert admitted(ledger, run, start) == wanted, (run.state, run.reason)
     ledger.close()
@@ -437,7 +437,7 @@ def admitted(ledger: Ledger, run: Run, start: str) -> str:
         run_id=f"new of {run.job}",
         require_admission=lambda: None,
         require_may_go_on=lambda run: require_may_go_on(start, ledger, run),
-        leaves=lambda run: answer_to(start, ledger, run) == "skip",
+        leaves=lambda run: reply_to(start, ledger, run) == "skip",
         write_checkpoint=lambda *_: None,
         only_resume=start in ("resume", "tick"),
         fresh=start == "fresh",
@@ -464,10 +464,10 @@ def test_the_tick_settles_a_run_whose_owner_died_and_leaves_it_if_it_failed(
 def test_a_pause_asked_for_while_a_question_is_open_is_lifted_by_a_person(ledger: Ledger) -> None:
     (run, _) = in_situation(ledger, "waits for an answer")
     ledger.request(run, Request.PAUSE, "a person")
-    assert answer_to("resume", ledger, ledger.run(run.key)) == "refuse"
+    assert reply_to("resume", ledger, ledger.run(run.key)) == "refuse"
     ledger.approve(run, "go", "Ada", "yes", "Ada")
     run = ledger.run(run.key)
-    assert [answer_to(start, ledger, run) for start in ("run", "tick")] == ["refuse", "skip"]
+    assert [reply_to(start, ledger, run) for start in ("run", "tick")] == ["refuse", "skip"]
     assert admitted(ledger, run, "resume") == "go on"
     assert ledger.run(run.key).request is None
     ledger.close()
