@@ -9015,10 +9015,13 @@ def what_next(ledger: Ledger, run: Run) -> tuple[str, str]:
         deferred = f"A start was deferred at {run.deferred['at']}; {begins}."
         return f"{run.error or ''}\n{deferred}".strip(), todo
     if run.state != RunState.AWAITING:
-        return run.error or "", todo
-    asked, last = ledger.open_question(run), ledger.last_attempt(run)
-    if asked is not None:
-        return asked.words, approve_line(run, asked.name)
+        held = f"A pause was asked for; only {todo} goes on." if run.request else ""
+        return f"{run.error or ''}\n{held}".strip(), todo
+    if run.reason == Reason.APPROVAL and (asked := ledger.approvals(run)):
+        if asked[-1].answered_at is None:
+            return asked[-1].words, approve_line(run, asked[-1].name)
+        return f"{asked[-1].name!r} is approved by {asked[-1].who}: {asked[-1].why}", todo
+    last = ledger.last_attempt(run)
     return run.error or (last and last.error) or "", todo
 
 
@@ -9061,6 +9064,15 @@ def never_run(job: str) -> Standing:
     return Standing(RunState.WAITING, "", f"batchrun run {job}")
 
 
+# What is asked of a run that goes on -> what to type next.
+NEXT_WHILE_ASKED: dict[str | None, str] = {
+    None: "batchrun pause {}",
+    Request.PAUSE: "batchrun pause --wait {}",
+    Request.DRAIN: "batchrun drain",
+    Request.CANCEL: "batchrun cancel --kill {}",
+}
+
+
 def owned_standing(run: Run, attempt: Attempt | None, host: Host) -> Standing | None:
     """Return how a run stands that some process owns; None if it owned it until it died."""
     owners = [attempt.supervisor, attempt.worker] if attempt else []
@@ -9076,7 +9088,9 @@ def owned_standing(run: Run, attempt: Attempt | None, host: Host) -> Standing | 
         why = f"{attempt.error}\nAnother attempt follows." if attempt and waits else ""
         if run.checks_at:
             why = kept_text(run, alive, host)
-        return Standing(run.state, why, f"batchrun pause {run.id}")
+        if run.request:
+            why = f"{why}\nIt stops at its next safe point: {run.request} is asked for.".strip()
+        return Standing(run.state, why, NEXT_WHILE_ASKED[run.request].format(run.id))
     why = f"Its supervisor is gone; worker {alive[0].pid} commits its last batch and leaves."
     return Standing(run.state, why, f"batchrun resume {run.id}", is_due=True)
 

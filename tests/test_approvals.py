@@ -471,3 +471,8 @@ def test_a_pause_asked_for_while_a_question_is_open_is_lifted_by_a_person(ledger
     assert admitted(ledger, run, "resume") == "go on"
     assert ledger.run(run.key).request is None
     ledger.close()
+
+
+def test_a_given_approval_is_shown_with_who_and_why(waiting: Project) -> None:
+    assert waiting.run("approve", "sync", "new prices", "--by", "Ada", "--why", "seen").code == 0
+    assert "'new prices' is approved by Ada: seen" in waiting.run("status", "sync").out

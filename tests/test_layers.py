@@ -27,14 +27,14 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Health": 890,
     "Jobs": 2_505,
     "Operations": 200,
-    "Recovery": 625,
+    "Recovery": 640,
     "Worker": 745,
     "Supervisor": 1_625,
     "Reports": 445,
     "Command line": 1_095,
 }
 COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 13_111  # must stay under
+LINES_IN_ALL = 13_126  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

@@ -299,3 +299,31 @@ def test_a_run_paused_while_idle_goes_on_by_a_person(project: Project) -> None:
     assert project.run("run", "sync").code == 13
     finish_after(project, 0)
     assert done(project)[-1] == "released 1"
+
+
+@pytest.mark.parametrize(
+    ("wish", "following"), [("pause", "pause --wait"), ("cancel", "cancel --kill")]
+)
+def test_what_is_asked_of_a_run_is_shown_with_what_to_type_next(
+    project: Project, wish: str, following: str
+) -> None:
+    write_job(project, "hold('go')")
+    process = start_held(project)
+    project.run(wish, "sync")
+    shown = project.run("status", "sync").out
+    assert f"It stops at its next safe point: {wish} is asked for." in shown
+    assert f"to type: batchrun {following} {run_id(project)}\n" in shown
+    let_go(project)
+    project.finish(process)
+
+
+def test_a_pause_that_outlives_its_owner_is_shown(project: Project) -> None:
+    write_job(project, "hold('go')")
+    process = start_held(project)
+    worker = worker_of(process)
+    project.run("pause", "sync")
+    for pid in (process.pid, worker):
+        os.kill(pid, signal.SIGKILL)
+    project.finish(process)
+    held = f"A pause was asked for; only batchrun resume {run_id(project)} goes on."
+    assert held in project.run("status", "sync").out
