@@ -2727,7 +2727,7 @@ class CheckpointStore:
 # ends, and the next start finds out. The connection is not usable in a forked child.
 
 APPLICATION_ID = 0x62726E31
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 SQLITE_OLDEST = (3, 51, 3)
 SQLITE_WITHDRAWN = (3, 52)
 BUSY_LIMIT_S = 10.0
@@ -2753,7 +2753,7 @@ CREATE TABLE run (
   work_s REAL NOT NULL DEFAULT 0, own_s REAL NOT NULL DEFAULT 0, error TEXT,
   tried TEXT, tries INTEGER NOT NULL DEFAULT 0, size INTEGER,
   paused_s REAL NOT NULL DEFAULT 0, checks_at TEXT, deferred TEXT,
-  retry_of TEXT REFERENCES run (id)
+  retry_of TEXT REFERENCES run (id), rollback_of TEXT REFERENCES run (id), rollback_to INTEGER
 ) STRICT;
 CREATE UNIQUE INDEX one_unfinished_run_a_job ON run (job)
   WHERE state NOT IN ('succeeded', 'cancelled');
@@ -2773,6 +2773,7 @@ CREATE TABLE batch (
   first_key TEXT, last_key TEXT, read INTEGER NOT NULL, rejected INTEGER NOT NULL,
   counts TEXT NOT NULL, hash TEXT NOT NULL, at TEXT NOT NULL, elapsed_s REAL NOT NULL,
   rss_bytes INTEGER, open_files INTEGER, connections INTEGER, threads INTEGER, children INTEGER,
+  remembered INTEGER NOT NULL DEFAULT 0, images TEXT,
   PRIMARY KEY (run, number)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE reject (
@@ -2844,7 +2845,17 @@ CREATE TABLE approval (
   PRIMARY KEY (run, name)
 ) STRICT, WITHOUT ROWID;
 """
-SCHEMA += SINCE_VERSION_2
+SINCE_VERSION_3 = """
+CREATE TABLE operation (
+  id INTEGER PRIMARY KEY, job TEXT NOT NULL, key TEXT NOT NULL,
+  run INTEGER NOT NULL REFERENCES run, generation INTEGER NOT NULL, number INTEGER NOT NULL,
+  arguments BLOB NOT NULL, lookup TEXT, irreversible INTEGER NOT NULL DEFAULT 0,
+  claimed_at TEXT NOT NULL, outcome TEXT, receipt TEXT, ended_at TEXT, error TEXT,
+  who TEXT, why TEXT, UNIQUE (job, key)
+) STRICT;
+CREATE INDEX open_operation ON operation (run, id) WHERE outcome IS NULL;
+"""
+SCHEMA += SINCE_VERSION_2 + SINCE_VERSION_3
 
 # One entry a step: MIGRATIONS[n] turns a ledger of user_version n into n + 1.
 MIGRATIONS = {
@@ -2874,6 +2885,13 @@ ALTER TABLE reject ADD COLUMN retry INTEGER REFERENCES run;
 ALTER TABLE reject ADD COLUMN why TEXT;
 """
     + SINCE_VERSION_2,
+    2: """
+ALTER TABLE run ADD COLUMN rollback_of TEXT REFERENCES run (id);
+ALTER TABLE run ADD COLUMN rollback_to INTEGER;
+ALTER TABLE batch ADD COLUMN remembered INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batch ADD COLUMN images TEXT;
+"""
+    + SINCE_VERSION_3,
 }
 
 UNFINISHED = "state NOT IN ('succeeded', 'cancelled')"

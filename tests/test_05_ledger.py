@@ -963,14 +963,17 @@ def columns_of(path: Path) -> dict[str, set[tuple[object, ...]]]:
         }
 
 
-def test_a_ledger_of_version_1_is_migrated_to_what_a_new_one_is(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_old_ledger_is_migrated_to_what_a_new_one_is(
+    path: Path, tmp_path: Path, version: int
+) -> None:
     with contextlib.closing(apsw.Connection(str(path))) as old:
-        old.execute((Path(__file__).parent / "schema_version_1.sql").read_text())
+        old.execute((Path(__file__).parent / f"schema_version_{version}.sql").read_text())
         first = ("new", "reserved", "an older sentence")  # and there were no other edges then
         old.execute("INSERT INTO edge VALUES (?, ?, ?)", first)
         old.execute("INSERT INTO ledger VALUES ('uuid of old', '2026-01-01T00:00:00.000Z')")
         old.pragma("application_id", batchrun.APPLICATION_ID)
-    with_version(path, 1)
+    with_version(path, version)
     path.chmod(0o600)
     migrated = open_ledger(path, HOST, create=False)
     run = commit(migrated, opened(migrated))

@@ -22,7 +22,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Host": 695,
     "Configuration": 995,
     "Checkpoints": 355,
-    "Ledger": 1_995,
+    "Ledger": 2_015,
     "Locks and maintenance": 430,
     "Health": 890,
     "Jobs": 2_505,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 1_095,
 }
 COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 13_136  # must stay under
+LINES_IN_ALL = 13_156  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
