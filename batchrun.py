@@ -457,6 +457,7 @@ class Cleanup(NamedTuple):
     done_at: str | None
     error: str | None
     elapsed_s: float | None
+    of_run: int = 0  # 1: recorded by `ctx.on_finish`, not called before the run is finished
 
     @property
     def call(self) -> str:
@@ -2698,7 +2699,8 @@ class CheckpointStore:
 # returned, whoever calls it: the attempt that recorded it, or the next one of the job, of whatever
 # run. From just before the call to its end the row's error is CUT_OFF, so that a call that took the
 # process along is known by it. Registered again while pending, it has one row: the newer, which
-# keeps the error. A person can let go those of a run; then they are done, with who and why.
+# keeps the error. A person can let go those of a run; then they are done, with who and why. One of
+# the run (`of_run`) is passed over by every attempt of its run but one that succeeds.
 #
 # A reject is staged under (run, number, generation) before its commit and confirmed by it; what an
 # older try staged goes then. It is open until a person drops it or a retry has done it. A retry is
@@ -2854,6 +2856,8 @@ CREATE TABLE operation (
   who TEXT, why TEXT, UNIQUE (job, key)
 ) STRICT;
 CREATE INDEX open_operation ON operation (run, id) WHERE outcome IS NULL;
+-- of tables that version 2 brought, and that a ledger of version 1 gets above
+ALTER TABLE cleanup ADD COLUMN of_run INTEGER NOT NULL DEFAULT 0;
 """
 SCHEMA += SINCE_VERSION_2 + SINCE_VERSION_3
 
@@ -2914,7 +2918,7 @@ MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error
   deferred = iif(:ends OR :to = 'reserved', NULL, deferred)
   WHERE key = :key AND state = :state RETURNING 1"""
 CLEANUPS = """SELECT c.id, r.id, r.job, c.function, c.arguments, c.made_at, c.done_at, c.error,
-  c.elapsed_s FROM cleanup c JOIN run r ON r.key = c.run WHERE"""
+  c.elapsed_s, c.of_run FROM cleanup c JOIN run r ON r.key = c.run WHERE"""
 CUT_OFF = "the process ended during the call"
 # The rejects of a run (?1) and of its retries, numbered over all of them.
 REJECTS = """SELECT * FROM (
@@ -3284,9 +3288,13 @@ class Ledger:
         """Return the cleanups that a run recorded, in order."""
         return self._cleanups("c.run = ?", run.key)
 
-    def pending_cleanups(self, job: str) -> list[Cleanup]:
-        """Return the cleanups that are still to be run for a job, in order, of all its runs."""
-        return self._cleanups("c.done_at IS NULL AND r.job = ?", job)
+    def pending_cleanups(self, job: str, kept_for: Run | None = None) -> list[Cleanup]:
+        """Return the cleanups that are still to be run for a job, in order, of all its runs.
+
+        Without those that are to wait until a run, which goes on, is finished.
+        """
+        mine = "c.done_at IS NULL AND r.job = ?1 AND NOT (c.of_run AND c.run IS ?2)"
+        return self._cleanups(mine, job, kept_for and kept_for.key)
 
     def stuck_cleanups(self) -> list[Cleanup]:
         """Return the pending cleanups that failed, or whose run does not go on; nobody is at it."""
@@ -3973,18 +3981,18 @@ class Ledger:
     # -- verbs: cleanups -------------------------------------------------------------------
 
     def record_cleanup(
-        self, run: Run, generation: int, function: str, arguments: dict[str, Any]
+        self, run: Run, generation: int, function: str, arguments: dict[str, Any], of_run: int
     ) -> Cleanup | None:
         """Record a cleanup whose resource is about to be made; None if this attempt has it already.
 
-        What an earlier attempt of the job left pending of it is the new row's from now on.
+        What an earlier attempt of the job left pending of it is the new row's from now on;
         """
         same = (
             "FROM cleanup c WHERE done_at IS NULL AND function = ?1 AND arguments = ?2"
-            " AND run IN (SELECT key FROM run WHERE job = ?3)"
+            " AND run IN (SELECT key FROM run WHERE job = ?3) AND of_run = ?4"
         )
-        bindings = (function, _compact(arguments), run.job)
-        mine = "run = ?4 AND generation = ?5"
+        bindings = (function, _compact(arguments), run.job, of_run)
+        mine = "run = ?5 AND generation = ?6"
         now = self._host.now()
         with self._owning(run, generation):
             fence = (*bindings, run.key, generation)
@@ -3994,14 +4002,14 @@ class Ledger:
             pending = f"SELECT error {same} ORDER BY id DESC LIMIT 1"
             (error,) = self._sql(pending, bindings).fetchone() or (None,)
             made |= {"function": function, "arguments": arguments, "error": error}
-            row = self._insert("cleanup", **made)
+            row = self._insert("cleanup", of_run=of_run, **made)
             self._sql(
-                "UPDATE cleanup SET done_at = ?4, error = 'recorded anew: ' || ?5"
-                f" WHERE id IN (SELECT id {same} AND id <> ?5)",
+                "UPDATE cleanup SET done_at = ?5, error = 'recorded anew: ' || ?6"
+                f" WHERE id IN (SELECT id {same} AND id <> ?6)",
                 (*bindings, now, row),
             )
         reach("cleanup.recorded", row)
-        return Cleanup(row, run.id, run.job, function, arguments, now, None, error, None)
+        return Cleanup(row, run.id, run.job, function, arguments, now, None, error, None, of_run)
 
     def begin_cleanup(self, run: Run, generation: int, row: int) -> None:
         """Record, fenced, that a cleanup is about to be called."""
@@ -6022,6 +6030,8 @@ def usage_text(usage: Usage) -> str:
 # resource is made, and called once at least after that, so its function must take a resource that
 # is not there, or not any more. A job begins at its first line again in every attempt, and so
 # registers again what it makes again.
+# on_finish() records likewise what is to be removed with the run, not with the attempt: it is
+# called after all else in the attempt that succeeds, or before the run is cancelled.
 #
 # A recorded cleanup whose last call failed, or ended its process, is called in a child process from
 # then on: whatever it does there, the others are called, and the job gets to its batches.
@@ -6408,9 +6418,15 @@ class CleanupStack:
         name: str,
         call: Callable[[BaseException | None], object],
         around: contextlib.AbstractContextManager[object] | None = None,
+        *,
+        last: bool = False,
     ) -> None:
-        """Add a release, called with why the attempt did not succeed, before all added earlier."""
-        self._entries.append(Release(name, call, around or contextlib.nullcontext()))
+        """Add a release, called with why the attempt did not succeed, before all added earlier.
+
+        `last`: after all of them.
+        """
+        release = Release(name, call, around or contextlib.nullcontext())
+        self._entries.insert(0 if last else len(self._entries), release)
 
     @property
     def limit_s(self) -> float:
@@ -7155,8 +7171,8 @@ class Driver(Protocol):
     def note_target(self, loop: str, target: Target) -> None:
         """Record where the mark of a loop is kept."""
 
-    def record_cleanup(self, function: str, arguments: dict[str, Any]) -> None:
-        """Record a cleanup, and have it called at the end of the attempt."""
+    def record_cleanup(self, function: str, arguments: dict[str, Any], *, of_run: bool) -> None:
+        """Record a cleanup, and have it called at the end of the attempt, or of the run."""
 
 
 class Context(Generic[S]):
@@ -7379,7 +7395,19 @@ class Context(Generic[S]):
         """
         with self._own_code():
             name = require_recordable(function, arguments, unnamed)
-            self._driver.record_cleanup(name, arguments)
+            self._driver.record_cleanup(name, arguments, of_run=False)
+
+    def on_finish(
+        self, function: Callable[..., object], /, *unnamed: Never, **arguments: Any
+    ) -> None:
+        """Record, before a resource of the whole run is made, what will remove it with the run.
+
+        Like `cleanup()`, but it is called when the run is finished: after all else at the end of
+        the attempt that succeeds, or when the run is cancelled. Until then the resource stays.
+        """
+        with self._own_code():
+            name = require_recordable(function, arguments, unnamed)
+            self._driver.record_cleanup(name, arguments, of_run=True)
 
     # -- where the loops stand -----------------------------------------------------------------
 
@@ -9432,6 +9460,8 @@ class Worker:
         if end.exit_code in UNRECORDED:
             self._silenced = BatchrunError("left to the next attempt")
         succeeded = end.ending == Ending.SUCCEEDED
+        if succeeded:
+            self._push_those_of_run()
         self._unwind(None if succeeded else JobError(end.error or end.ending))
         if end.exit_code not in UNRECORDED and self._silenced is not None:
             letter = letter_end(self._silenced)
@@ -9447,21 +9477,29 @@ class Worker:
 
     # -- cleanups --------------------------------------------------------------------------
 
-    def record_cleanup(self, function: str, arguments: dict[str, Any]) -> None:
-        """Record a cleanup, and have it called at the end of the attempt."""
+    def record_cleanup(self, function: str, arguments: dict[str, Any], *, of_run: bool) -> None:
+        """Record a cleanup, and have it called at the end of the attempt, or of the run."""
         record = self._ledger.record_cleanup
-        cleanup = record(self._run, self._order.generation, function, arguments)
-        if cleanup is not None:
+        cleanup = record(self._run, self._order.generation, function, arguments, int(of_run))
+        if cleanup is not None and not of_run:
             self._push(cleanup)
 
-    def _push(self, cleanup: Cleanup) -> None:
+    def _push(self, cleanup: Cleanup, *, last: bool = False) -> None:
         call = functools.partial(call_cleanup, cleanup)
         name = mask_secrets(cleanup.call)
-        self._cleanups.push(name, lambda _: call(), self._recorded(cleanup))
+        self._cleanups.push(name, lambda _: call(), self._recorded(cleanup), last=last)
+
+    def _push_those_of_run(self) -> None:
+        """Have the run's own cleanups called after all else; they stay pending if that fails."""
+        with contextlib.suppress(BatchrunError):
+            for cleanup in reversed(self._ledger.cleanups(self._run)):
+                if cleanup.of_run and cleanup.done_at is None:
+                    self._push(cleanup, last=True)
 
     def _release_what_was_left(self) -> None:
         """Run what attempts of this job that were killed, of whatever run, have left pending."""
-        pending = self._ledger.pending_cleanups(self._order.job)
+        kept_for = None if self._order.cleans else self._run
+        pending = self._ledger.pending_cleanups(self._order.job, kept_for)
         for cleanup in pending:
             self._push(cleanup)
         if pending:

@@ -129,7 +129,7 @@ def test_the_settings_in_the_readme_are_those_of_the_sample_job(
     project.write_file("batchrun.toml", "\n".join(blocks("toml")))
     config = batchrun.load_config(project.folder / "batchrun.toml")
     assert list(config.jobs) == ["inventory_sync", "prices", "archive_orders"]
-    cls = settings_class_of_the_sample_job()
+    cls = settings_class("inventory_sync")
     for job in (config.jobs["inventory_sync"], config.jobs["prices"]):
         made: Any = batchrun.build_settings(cls, job.settings, job=job.name, folder=config.folder)
         assert made.database in (os.environ["STOCK_DSN"], "sqlite:stock.db")
@@ -251,10 +251,10 @@ def keys_of_the_sample_config() -> set[str]:
     return keys
 
 
-def settings_class_of_the_sample_job() -> Any:  # noqa: ANN401 - it is no module of ours
-    """Return the settings class of jobs/inventory_sync.py."""
-    path = ROOT / "jobs" / "inventory_sync.py"
-    spec = importlib.util.spec_from_file_location("inventory_sync_settings", path)
+def settings_class(name: str) -> Any:  # noqa: ANN401 - it is no module of ours
+    """Return the settings class of jobs/NAME.py."""
+    path = ROOT / "jobs" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_settings", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -262,9 +262,10 @@ def settings_class_of_the_sample_job() -> Any:  # noqa: ANN401 - it is no module
     return module.Settings
 
 
-def settings_of_the_sample_job() -> set[str]:
-    """Return the settings of the sample job: keys that are the job's, not batchrun's."""
-    return {f"jobs.NAME.{field.name}" for field in fields(settings_class_of_the_sample_job())}
+def settings_of_the_sample_jobs() -> set[str]:
+    """Return the settings of the jobs in jobs/: keys that are theirs, not batchrun's."""
+    names = [p.stem for p in (ROOT / "jobs").glob("*.py") if "\nclass Settings" in p.read_text()]
+    return {f"jobs.NAME.{field.name}" for name in names for field in fields(settings_class(name))}
 
 
 def test_every_config_key_is_in_the_sample_config() -> None:
@@ -273,13 +274,13 @@ def test_every_config_key_is_in_the_sample_config() -> None:
     assert sorted(known_keys() - shown - for_one_job) == []
 
 
-def test_every_key_of_the_sample_config_is_a_config_key_or_a_setting_of_its_job() -> None:
-    unknown = keys_of_the_sample_config() - known_keys() - settings_of_the_sample_job()
+def test_every_key_of_the_sample_config_is_a_config_key_or_a_setting_of_a_job() -> None:
+    unknown = keys_of_the_sample_config() - known_keys() - settings_of_the_sample_jobs()
     assert sorted(key for key in unknown if not key.startswith("jobs.NAME.types.")) == []
 
 
-def test_every_setting_of_the_sample_job_is_in_the_sample_config() -> None:
-    assert sorted(settings_of_the_sample_job() - keys_of_the_sample_config()) == []
+def test_every_setting_of_the_sample_jobs_is_in_the_sample_config() -> None:
+    assert sorted(settings_of_the_sample_jobs() - keys_of_the_sample_config()) == []
 
 
 def test_every_config_key_is_in_the_readme() -> None:

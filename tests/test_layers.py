@@ -22,19 +22,19 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Host": 695,
     "Configuration": 995,
     "Checkpoints": 355,
-    "Ledger": 2_015,
+    "Ledger": 2_020,
     "Locks and maintenance": 430,
     "Health": 890,
-    "Jobs": 2_505,
+    "Jobs": 2_525,
     "Operations": 200,
     "Recovery": 640,
-    "Worker": 745,
+    "Worker": 755,
     "Supervisor": 1_625,
     "Reports": 445,
     "Command line": 1_095,
 }
 COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 13_156  # must stay under
+LINES_IN_ALL = 13_191  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
