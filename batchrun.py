@@ -36,6 +36,7 @@ The sections, bottom first; each uses only what stands above it:
      6. Locks and maintenance     who may run
      7. Health                    readings and answers in, verdict out; probes
      8. Jobs                      what a job is, and what it is given; targets and sources
+     9. Operations                effects in the outside world, each under a key, once ever
     10. Recovery                  what a start finds, and what makes it agree
     11. Worker                    one attempt: gate, batch, commit, cleanup
     12. Supervisor                admission, attempts, retries, endings
@@ -61,7 +62,7 @@ import signal
 import stat
 import sys
 import time
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
@@ -196,6 +197,7 @@ class Reason(StrEnum):
     RETRY = "retry"
     POISON = "poison"
     APPROVAL = "approval"
+    OPERATION = "operation"
 
 
 class Ending(StrEnum):
@@ -324,6 +326,10 @@ class SourceChanged(PersonNeeded):
     """The source is not the one that the checkpoint was written for."""
 
 
+class KeyReused(PersonNeeded):
+    """An idempotency key was claimed before, for other arguments."""
+
+
 class LostOwnership(BatchrunError):
     """Another generation took the run over; this process may not write any more."""
 
@@ -336,6 +342,10 @@ class IllegalTransition(BatchrunError):
 
 class Fatal(Exception):
     """For a job to raise, or to derive from: trying the batch again would not help."""
+
+
+class CannotTell(Exception):
+    """For a `lookup` to raise: the destination cannot say whether the operation was done."""
 
 
 class Interrupted(BaseException):
@@ -479,6 +489,26 @@ class Approval(NamedTuple):
     def words(self) -> str:
         """The question in words."""
         return f"It asks for the approval {self.name!r}: {self.summary}"
+
+
+class Operation(NamedTuple):
+    """One row of the table `operation`: an effect in the outside world, claimed under its key."""
+
+    id: int  # rises, also over runs
+    job: str
+    key: str  # the idempotency key; once in a job
+    run: int  # key of the row of the run that claimed it last
+    generation: int
+    number: int  # of the commit that it belongs to
+    arguments: bytes  # SHA-256 of what the call was given
+    lookup: str | None  # module:name of the function that asks the destination, if it has a name
+    irreversible: int  # whether a rollback cannot take it back, as the job says
+    claimed_at: str
+    outcome: str | None  # done, confirmed, freed; None: open
+    receipt: str | None  # what the call, the lookup or a person gave, as JSON
+    ended_at: str | None
+    who: str | None  # gave the outcome, if it was not the call: lookup, worker, a person
+    why: str | None  # the outcome is so; of an open one, the error of its call
 
 
 def reason_of(request: str) -> Reason:
@@ -1445,6 +1475,11 @@ def _lasting(low_s: float) -> Callable[[object], float]:
     return _reader(lambda v: parse_duration(v) >= low_s, f"at least {low_s:g} s", parse_duration)
 
 
+def _settling(value: object) -> float | None:
+    """Read the duration `settle`; empty means that it follows from call_timeout."""
+    return None if value == "" else parse_duration(value)
+
+
 def _listed(read: Callable[[object], T], wanted: str) -> Callable[[object], tuple[T, ...]]:
     """Return a reader of lists, each element read by itself."""
     wanted = f"a list of {wanted}"
@@ -1586,6 +1621,8 @@ OPTIONS = {
     "batch_size": ConfigKey("batch_size", 5000, _whole(1, BATCH_SIZE_MAX), "records, at most"),
     "stop_grace": ConfigKey("stop_grace_s", "60s", parse_duration, "to reach a safe point in"),
     "cleanup_timeout": ConfigKey("cleanup_timeout_s", "30s", parse_limit, "of each release"),
+    "call_timeout": ConfigKey("call_timeout_s", "30s", parse_limit, "of each call of an operation"),
+    "settle": ConfigKey("settle_given_s", "", _settling, "until an effect is surely visible"),
     "max_rejects": ConfigKey("max_rejects", 0, _reject_limit, "of a run that still succeeds"),
     "isolate": ConfigKey("isolate", default=False, read=_yes_or_no, meaning="find the bad record"),
     "on_changed_source": ConfigKey("on_changed_source", "refuse", _REFUSE_OR_FRESH, "what to do"),
@@ -1685,6 +1722,8 @@ class JobConfig(NamedTuple):
     batch_size: int
     stop_grace_s: float
     cleanup_timeout_s: float
+    call_timeout_s: float
+    settle_given_s: float | None  # None: see settle_s
     max_rejects: RejectLimit
     isolate: bool
     on_changed_source: str
@@ -1711,6 +1750,11 @@ class JobConfig(NamedTuple):
     def function(self) -> str:
         """The name of the job's function in its file."""
         return self.uses.rpartition(":")[2]
+
+    @property
+    def settle_s(self) -> float:
+        """For how long an effect may be on its way to where a lookup sees it."""
+        return 2 * self.call_timeout_s if self.settle_given_s is None else self.settle_given_s
 
     @property
     def isolates(self) -> bool:
@@ -2920,6 +2964,16 @@ MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error
 CLEANUPS = """SELECT c.id, r.id, r.job, c.function, c.arguments, c.made_at, c.done_at, c.error,
   c.elapsed_s, c.of_run FROM cleanup c JOIN run r ON r.key = c.run WHERE"""
 CUT_OFF = "the process ended during the call"
+# The outcome of an open operation, or why it is open still; and a claim, also of a freed key.
+OUTCOME = """UPDATE operation SET outcome = ?, receipt = ?, ended_at = ?, who = ?, why = ?
+  WHERE id = ? AND outcome IS NULL"""
+CLAIM = """INSERT INTO operation
+  (job, key, arguments, run, generation, number, lookup, irreversible, claimed_at)
+  VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9) ON CONFLICT (job, key) DO UPDATE SET
+  arguments = ?3, run = ?4, generation = ?5, number = ?6, lookup = ?7, irreversible = ?8,
+  claimed_at = ?9, outcome = NULL, receipt = NULL, ended_at = NULL, who = NULL, why = NULL
+  WHERE outcome = 'freed' RETURNING id"""
+DONE, CONFIRMED, FREED = "done", "confirmed", "freed"
 # The rejects of a run (?1) and of its retries, numbered over all of them.
 REJECTS = """SELECT * FROM (
   SELECT row_number() OVER (ORDER BY j.run, j.number, j.place) AS id, r.id AS run, j.number,
@@ -2985,6 +3039,16 @@ class Basis(NamedTuple):
     first_hash: str  # what commit 1 hangs on
 
 
+class Told(NamedTuple):
+    """What is recorded of an open operation; without an outcome it stays open."""
+
+    id: int
+    outcome: str | None
+    receipt: str | None = None  # JSON
+    who: str | None = None
+    why: str | None = None
+
+
 class Retry(NamedTuple):
     """The rejects to run again: of which run, and where they are."""
 
@@ -3048,7 +3112,7 @@ def after_ending(run: Run, attempt: Attempt) -> After:
 
 TABLES: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch"}
 TABLES |= {Barrier: "barrier", Reading: "reading", HealthCheck: "health_check"}
-TABLES |= {Approval: "approval", Drain: "drain"}
+TABLES |= {Approval: "approval", Drain: "drain", Operation: "operation"}
 GAUGES = ("rss_bytes", "open_files", "connections", "threads", "children")  # of a worker
 READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> value of a column
     "RunState": RunState,
@@ -3340,6 +3404,29 @@ class Ledger:
     def open_question(self, run: Run) -> Approval | None:
         """Return what a run has asked and nobody has answered; it asks one at a time."""
         return self._one(Approval, "WHERE run = ? AND answered_at IS NULL LIMIT 1", run.key)
+
+    def operations_with(self, job: str, keys: Iterable[str]) -> dict[str, Operation]:
+        """Return the operations of a job that have one of these keys, by key."""
+        where = "WHERE job = ? AND key IN (SELECT value FROM json_each(?))"
+        return {row.key: row for row in self._all(Operation, where, job, _compact(list(keys)))}
+
+    def open_operations(self, run: Run) -> list[Operation]:
+        """Return the claims of a run without an outcome, oldest first."""
+        return self._all(Operation, "WHERE run = ? AND outcome IS NULL ORDER BY id", run.key)
+
+    def runs_with_open_operations(self) -> list[tuple[Run, int]]:
+        """Return the runs that have claims without an outcome, and how many."""
+        sql = "SELECT run, count(*) FROM operation WHERE outcome IS NULL GROUP BY run ORDER BY run"
+        return [(self.run(key), count) for key, count in self._rows(sql)]
+
+    def irreversible_operations(self, run: Run, after: int = 0) -> list[Operation]:
+        """Return what a run did, behind a commit, that its job says cannot be taken back."""
+        where = "WHERE run = ? AND irreversible AND outcome IS NOT 'freed' AND number > ?"
+        return self._all(Operation, f"{where} ORDER BY id", run.key, after)
+
+    def newest_operation(self) -> int:
+        """Return the highest operation id that was ever given; no row is ever deleted."""
+        return int(self._rows("SELECT coalesce(max(id), 0) FROM operation")[0][0])
 
     def newest_event(self) -> int:
         """Return the highest event id that was ever given."""
@@ -4061,6 +4148,83 @@ class Ledger:
             run = self.run(run.key)
             return run if run.finished else self._cancel(run, who, "a person decided so")
 
+    # -- verbs: operations -----------------------------------------------------------------
+
+    def operate(
+        self,
+        run: Run,
+        generation: int,
+        told: Iterable[Told],
+        claims: Sequence[tuple[str, bytes]] = (),
+        **of_all: object,
+    ) -> list[int]:
+        """Record, fenced, what became of operations, and claim others; return the claims' ids.
+
+        A claim is a key with the digest of its arguments; `of_all` is `number`, `lookup` and
+        `irreversible`. Claims are durable when this returns. What is only told survives a kill, but
+        a power cut not before the next commit: then it is unknown, which is true.
+        """
+        now = self._host.now()
+        rows = [(t.outcome, t.receipt, t.outcome and now, t.who, t.why, t.id) for t in told]
+        columns = (of_all.get("number"), of_all.get("lookup"), of_all.get("irreversible", 0), now)
+        many = self._connection.executemany
+        with self._synchronised(full=bool(claims)), self._owning(run, generation):
+            many(OUTCOME, rows)
+            mine = [(run.job, *claim, run.key, generation, *columns) for claim in claims]
+            ids = [row[0] for row in many(CLAIM, mine)]
+            if len(ids) < len(claims):
+                raise IllegalTransition("An operation was claimed by somebody else meanwhile.")
+            reach("operation.claiming" if claims else "operation.settling", run.number + 1)
+        return ids
+
+    @contextlib.contextmanager
+    def _synchronised(self, *, full: bool) -> Iterator[None]:
+        """Let the transaction inside wait for the disk, or not."""
+        if full:
+            yield
+            return
+        self._sql("PRAGMA synchronous = NORMAL")
+        try:
+            yield
+        finally:
+            self._sql("PRAGMA synchronous = FULL")
+
+    def sync(self, run: Run, generation: int) -> None:
+        """Make durable what was told of operations, before a checkpoint is built on it."""
+        with self._owning(run, generation):
+            self._sql("UPDATE run SET generation = generation WHERE key = ?", (run.key,))
+
+    def take_up(self, run: Run, generation: int, rows: Iterable[Operation]) -> None:
+        """Let a run answer for open operations that it met and an older run had claimed."""
+        sql = "UPDATE operation SET run = ?, generation = ? WHERE id = ? AND outcome IS NULL"
+        with self._owning(run, generation):
+            self._connection.executemany(sql, [(run.key, generation, row.id) for row in rows])
+
+    def answer(self, operation: Operation, told: Told, by: str) -> None:
+        """Record what a person, or a lookup outside a run, says of an open operation; `by` types.
+
+        Raises:
+            Busy: its run is owned; the caller holds the job's lock, and settles a dead owner first.
+            IllegalTransition: it is not open any more.
+        """
+        with self._writing():
+            run = self.run(operation.run)
+            if run.state in OWNED:
+                raise Busy(
+                    f"Run {run.id} of {run.job} is going on, and finds out by itself.",
+                    unchanged="Nothing was changed.",
+                    todo=f"See: batchrun status {run.job}",
+                )
+            now = told.outcome and self._host.now()
+            values = (told.outcome, told.receipt, now, told.who, told.why, operation.id)
+            if self._sql(f"{OUTCOME} RETURNING 1", values).fetchone() is None:
+                raise IllegalTransition(
+                    f"The operation {operation.key!r} has its outcome already.",
+                    unchanged="Nothing was changed.",
+                    todo=f"See: batchrun reconcile {run.id}",
+                )
+            self._event(run, by, f"operation {told.outcome}: {operation.key}", told.why or "")
+
     # -- verbs: health -------------------------------------------------------------------
 
     def record_reading(
@@ -4212,6 +4376,7 @@ class Ledger:
             before = {"generation": generation, "number": checkpoint.number - 1}
             self._set_run(run, **before)
             self._catch_up_with_events(checkpoint, who)
+            self._catch_up_with_operations(run, checkpoint, who)
             of_run = (run.key, checkpoint.number)
             self._sql("DELETE FROM batch WHERE run = ? AND number >= ?", of_run)
             self._apply_commit(run, checkpoint, *checkpoint_bytes(checkpoint), generation)
@@ -4238,6 +4403,17 @@ class Ledger:
             why = f"{behind} events were lost before this one"
             lost = {"id": checkpoint.event + 1, "at": self._host.now(), "who": who}
             self._insert("event", what="repaired", why=why, **lost)
+
+    def _catch_up_with_operations(self, run: Run, checkpoint: Checkpoint, who: str) -> None:
+        """Let the next operation's id be above all that a checkpoint knows of; a row says why."""
+        newest = self.newest_operation()
+        if checkpoint.operation > newest:
+            lost = f"operations {newest + 1} to {checkpoint.operation} were lost"
+            fence = {"run": run.key, "generation": 0, "number": 0, "arguments": b""}
+            ended = {"outcome": FREED, "who": who, "why": lost, "ended_at": self._host.now()}
+            of_whom = {"id": checkpoint.operation, "job": run.job, "key": f"({lost})"}
+            self._insert("operation", **of_whom, **fence, claimed_at=self._host.now(), **ended)
+            self._event(run, who, "repaired", lost)
 
     # -- one state change, one event ------------------------------------------------------
 
@@ -6081,9 +6257,10 @@ class Job:
         version: int,
         resumes: dict[int, Callable[[Any], Any]],
         retry_if: Callable[[BaseException], object] | None,
+        not_done: Callable[[BaseException], object] | None,
     ) -> None:
         self.function, self.settings, self.version = function, settings, version
-        self.resumes, self.retry_if = resumes, retry_if
+        self.resumes, self.retry_if, self.not_done = resumes, retry_if, not_done
 
     @property
     def title(self) -> str:
@@ -6155,6 +6332,7 @@ def job(
     version: int = 1,
     resumes: dict[int, Callable[[Any], Any]] | None = None,
     retry_if: Callable[[BaseException], object] | None = None,
+    not_done: Callable[[BaseException], object] | None = None,
 ) -> Callable[[Callable[..., Iterator[Any]]], Job]: ...
 
 
@@ -6166,6 +6344,7 @@ def job(
     version: int = 1,
     resumes: dict[int, Callable[[Any], Any]] | None = None,
     retry_if: Callable[[BaseException], object] | None = None,
+    not_done: Callable[[BaseException], object] | None = None,
 ) -> Any:
     """Declare a generator function as a job.
 
@@ -6175,6 +6354,8 @@ def job(
         version: raise it when older checkpoints do not fit any more.
         resumes: older version -> function from its cursor to one of this version.
         retry_if: called with an exception of the job; whether trying the batch again may help.
+        not_done: called with an exception of an operation's call; whether it says for sure that
+            nothing was sent, or that the destination refused. Else the outcome is unknown.
 
     Raises:
         JobError: the function is no generator function.
@@ -6182,7 +6363,7 @@ def job(
 
     def declare(function: Callable[..., Any]) -> Job:
         if function.__code__.co_flags & 0x20:  # inspect.CO_GENERATOR, without importing it
-            return Job(function, settings, version, dict(resumes or {}), retry_if)
+            return Job(function, settings, version, dict(resumes or {}), retry_if, not_done)
         raise JobError(
             f"The job {function.__name__} never yields.",
             why="A job yields each batch after its work; yielding is what commits it.",
@@ -6317,6 +6498,24 @@ Use None, text, numbers, lists and dicts with text keys; secrets the function fi
     "inside a step": """The {kind} {name!r} began inside the step {step!r}.
 Commits are one chain: a step is recorded before the next thing begins.
 Move it behind the step.""",
+    "no key": """An operation cannot have the key {key}.
+It is recorded, sent on to the destination and typed by people.
+Give printable text of 1 to {most} characters, such as ANNOUNCE/SKU/REVISION.""",
+    "no digest": """The arguments of operation {key!r} have no digest: {reason}.
+It tells the same operation, met again, from another one under the same key.
+Give text, numbers, dates, bytes, UUIDs; lists, tuples, dicts, dataclasses of these.""",
+    "no receipt": """The operation {key!r} was done, but its receipt is not JSON: {receipt}.
+It is recorded as done, without a receipt, and is not called again.
+Return None, text, numbers, lists and dicts with text keys.""",
+    "no rate": """once_each() cannot go on at the rate {rate!r}.
+A rate is how many calls may begin in a second, a minute or an hour, evenly spread.
+Write for example rate="20/s", "100/m" or "5000/h".""",
+    "inside a call": """The call of an operation used the job's context.
+Calls may run at the same time, and the ledger is used by one thread alone.
+Do that before or after the operation.""",
+    "no batch": """once_each() was called while no batch was open.
+What it does belongs to a commit.
+Call it inside the loop over ctx.batches(...), before the batch is yielded.""",
     "no loop": """The job returned without a loop.
 A job reads its source by ctx.batches(...); without one nothing is recorded.
 Write: for batch in ctx.batches(source): ...; yield batch""",
@@ -6410,7 +6609,6 @@ class CleanupStack:
     def __init__(self, host: Host, limit_s: float) -> None:
         self._host, self._limit_s = host, limit_s
         self._entries: list[Release] = []
-        self._armed = False
         self.releases: list[dict[str, Any]] = []
 
     def push(
@@ -6435,36 +6633,39 @@ class CleanupStack:
 
     def unwind(self, reason: BaseException | None = None) -> None:
         """Release everything, last in, first out."""
-        signal.signal(signal.SIGALRM, self._ring)
         while self._entries:
             release = self._entries.pop()
             began, error = self._host.monotonic(), ""
             try:
                 with release.around:
-                    self._call(release, reason)
+                    call_within(self._limit_s, functools.partial(release.call, reason))
             except BaseException as raised:  # noqa: BLE001 - one failing release must not stop the next
                 error = error_text(raised)
             elapsed_s = round(self._host.monotonic() - began, 6)
             self.releases.append({"name": release.name, "elapsed_s": elapsed_s, "error": error})
 
-    def _call(self, release: Release, reason: BaseException | None) -> None:
-        """Call a release, and raise in it when its time is over."""
-        try:
-            try:
-                self._armed = True
-                signal.setitimer(signal.ITIMER_REAL, self._limit_s)
-                release.call(reason)
-            finally:
-                self._armed = False
-        except Overdue:
-            raise TimeoutError(f"did not end within {self._limit_s:g} s") from None
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def _ring(self, *_: object) -> None:
-        if self._armed:
-            self._armed = False
+def call_within(limit_s: float, call: Callable[[], T]) -> T:
+    """Return what a call returns; TimeoutError if that takes longer. In the main thread only."""
+    armed = True
+
+    def ring(*_: object) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
             raise Overdue
+
+    try:
+        try:
+            signal.signal(signal.SIGALRM, ring)
+            signal.setitimer(signal.ITIMER_REAL, limit_s)
+            return call()
+        finally:
+            armed = False
+    except Overdue:
+        raise TimeoutError(f"did not end within {limit_s:g} s") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def require_recordable(
@@ -7174,6 +7375,31 @@ class Driver(Protocol):
     def record_cleanup(self, function: str, arguments: dict[str, Any], *, of_run: bool) -> None:
         """Record a cleanup, and have it called at the end of the attempt, or of the run."""
 
+    def await_answer(self, end: AttemptEnd) -> NoReturn:
+        """End the attempt here, until a person has answered."""
+
+    def operate(self, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How) -> list[Performed]:
+        """Do what was never done under these keys; say of each what became of it, in order."""
+
+
+class How(NamedTuple):
+    """How operations are done, all of one call of `once` or `once_each`."""
+
+    call: Callable[..., Any]
+    lookup: Callable[[str], Any] | None = None
+    irreversible: bool = False
+    workers: int = 1
+    rate: str | None = None
+    on_error: str = "raise"
+
+
+class Performed(NamedTuple):
+    """What became of an operation."""
+
+    counts_as: str  # called, confirmed, already done; nothing if it was not done
+    receipt: Any = None
+    error: BaseException | None = None  # why it was surely not done
+
 
 class Context(Generic[S]):
     """What a job is given.
@@ -7209,6 +7435,7 @@ class Context(Generic[S]):
         self._current: Batch | None = None
         self._broken: BaseException | None = None
         self._step = ""  # the one that is being done
+        self._calling = False  # whether an operation is at work
         self._finished = self._handed_out = False
         self._read_s = 0.0  # spent reading since the last commit
 
@@ -7306,6 +7533,100 @@ class Context(Generic[S]):
             self._driver.commit(link)
             self._step = ""
         return result
+
+    def once(
+        self,
+        key: str,
+        call: Callable[..., Any],
+        *arguments: Any,
+        lookup: Callable[[str], Any] | None = None,
+        irreversible: bool = False,
+    ) -> Any:
+        """Have an effect in the outside world once ever, and return its receipt.
+
+        The key is claimed durably, then `call(key, *arguments)` is made, then its receipt is
+        recorded. A recorded key is never called again, in any attempt or run of the job.
+
+        Args:
+            key: made from the data, so that it means this effect and no other, ever.
+            call: given the key first, to send it on; returns the receipt, JSON.
+            arguments: the same whenever the key is met again.
+            lookup: `lookup(key)` asks the destination what became of a call that was cut off:
+                the receipt, None if nothing was done, or CannotTell.
+            irreversible: a rollback cannot take it back, and says so.
+
+        Raises:
+            KeyReused: the key was claimed with other arguments.
+            Exception: what the call raised. Unless the job's `not_done` says that nothing was
+                done, that is unknown from now on, and the attempt ends.
+        """
+        how = How(call, lookup, irreversible)
+        (done,) = self._operated([(key, arguments)], how)
+        if done.error is not None:
+            raise done.error
+        return done.receipt
+
+    def once_each(
+        self,
+        batch: Iterable[Any],
+        *,
+        idempotency_key: Callable[[Any], str],
+        call: Callable[[str, Any], Any],
+        lookup: Callable[[str], Any] | None = None,
+        workers: int = 8,
+        rate: str | None = None,
+        on_error: Literal["raise", "reject"] = "raise",
+        irreversible: bool = False,
+    ) -> list[tuple[Any, Any]]:
+        """Have an effect for each record, as `once` does; return pairs (record, receipt).
+
+        They are in the order of the records; a record that was rejected has none. It is a place to
+        stop: then calls in flight are awaited and recorded, and the batch is done again later.
+
+        Args:
+            batch: the open batch, or some of its records.
+            idempotency_key: of a record.
+            call: `call(key, record)` returns the receipt.
+            lookup: as for `once`.
+            workers: threads that make calls and lookups; 1: they are made in the main thread.
+            rate: how many calls begin, evenly spread: "20/s", "100/m", "5000/h".
+            on_error: what is done about an error of which `not_done` says that nothing was done:
+                it ends the attempt, or its record is rejected. If it carries a Retry-After that
+                fits into `retry_for`, all calls wait for so long, and the key is called again.
+            irreversible: as for `once`.
+        """
+        how = How(call, lookup, irreversible, workers, rate, on_error)
+        with self._own_code():
+            if self._current is None:
+                raise broken("no batch")
+        records = list(batch)
+        keys = [idempotency_key(record) for record in records]
+        made = zip(keys, [(record,) for record in records], strict=True)
+        done = self._operated(list(made), how)
+        failed = [each for each in done if each.error is not None]
+        if failed and on_error == "raise":
+            raise cast("BaseException", failed[0].error)
+        for record, each in zip(records, done, strict=True):
+            if each.error is not None:
+                self._current.reject(record, each.error)
+        pairs = zip(records, done, strict=True)
+        return [(record, each.receipt) for record, each in pairs if each.error is None]
+
+    def _operated(self, wanted: list[tuple[str, tuple[Any, ...]]], how: How) -> list[Performed]:
+        """Have operations done by the worker, and count them with the open batch."""
+        with self._own_code():
+            self._driver.pass_gate()
+            self._calling = True
+            try:
+                done = self._driver.operate(wanted, how)
+            finally:
+                self._calling = False
+        if self._current is not None:
+            counts = self._current._link.counts
+            for each in done:
+                if each.counts_as:
+                    counts[each.counts_as] = counts.get(each.counts_as, 0) + 1
+        return done
 
     def approval(self, name: str, summary: str) -> Approval:
         """Return a person's answer; until `batchrun approve RUN NAME` gives it, end the attempt.
@@ -7503,6 +7824,8 @@ class Context(Generic[S]):
 
     def _require_unbroken(self) -> None:
         """Raise again what the job has swallowed."""
+        if self._calling:
+            raise broken("inside a call")
         if self._broken is not None:
             raise self._broken
         if self._frame.interrupted:
@@ -8537,6 +8860,593 @@ class Reader:
 
 
 # ======================================================================================
+# 9. Operations: effects in the outside world, each under a key, once ever
+# ======================================================================================
+#
+# An operation is a call that changes something outside: claim, call, outcome. Its row is never
+# deleted, and (job, key) is unique: what is recorded is called never again, in no attempt and no
+# run. The claim is durable before the call begins; it keeps a digest of the call's arguments.
+#
+#   open        claimed, no outcome. While its claimant lives the call may be at work; after that it
+#               is *unknown*. `why` is the error of the call, if there was one
+#   done        the call returned
+#   confirmed   lookup found it, or a person did; `who` says which
+#   freed       surely not done, and may be claimed again: never begun, refused (the job's
+#               `not_done`), not found by lookup, or a person said so
+#
+# Who may write: the run's owner, fenced by its generation; where no owner is, `reconcile`. Nothing
+# but an update of an open row gives an outcome, nothing but a claim takes `freed` away.
+#
+#   crash before the claim is committed     nothing: it is claimed and called by the next attempt
+#   between claim and call, or in the call  open: unknown
+#   between the call's return and the       open: unknown, though it was done
+#     outcome's commit
+#   power cut after the outcome             as before it, unless a commit of the batch, or another
+#                                           claim, followed: an outcome alone waits for no disk
+#
+# The next attempt that meets an unknown key asks `lookup` first. Found = confirmed. Absent is
+# believed only when `settle` has passed since this attempt began (its admission proved that the
+# claimant is gone), for a request that was under way may arrive later; then lookup is asked once
+# more. Without a lookup, or where it raises CannotTell, all that can be told is recorded and the
+# run awaits a person; so does one that would end with an unknown operation whose key it never met.
+#
+# A batch's keys are claimed in slices just ahead of the calls: one transaction tells what ended and
+# claims as many. At most two slices are open at a time, and a slice is as small as the calls are
+# slow (SLICE_S), 64 or the number of workers at most. Only calls and lookups run in threads. An
+# error that ends the calls, a stop, or a wait that the destination asks for (Retry-After) halts
+# them: none begins any more, those in flight are awaited, all is recorded, what was claimed and
+# not begun is freed. A call over its time limit is not awaited: it stays unknown.
+
+KEY_MAX_CHARS = 512
+SLICE = 64
+SLICE_S = 0.1  # a slice takes about so long, if it can
+TICK_S = 0.1  # between two looks at stops and time limits
+PER_S = {"s": 1, "m": 60, "h": 3600}
+MET_AGAIN = "operations were recorded before and are not called again; the first is"
+
+
+class Claim:
+    """An operation that is to be done: what is called with what, and what came of it."""
+
+    __slots__ = ("arguments", "began", "digest", "done", "error", "id", "key", "result", "since")
+
+    def __init__(self, key: str, arguments: tuple[Any, ...], digest: bytes) -> None:
+        self.key, self.arguments, self.digest = key, arguments, digest
+        self.id = 0
+        self.began = self.since = 0.0  # the call; and the first wait that was asked for
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.done = Performed("")
+
+
+def digest_of(key: str, arguments: tuple[Any, ...]) -> bytes:
+    """Return the digest of a call's arguments; equal ones have equal digests in every process."""
+    try:
+        return sha256(_canonical(arguments).encode()).digest()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise broken("no digest", key=key, reason=error) from error
+
+
+def _plain_argument(value: Any) -> Any:
+    """Return what JSON has no form for as something that it has."""
+    kind = type(value).__name__
+    if kind in ("Decimal", "date", "datetime", "UUID", "bytes"):
+        return _to_plain(value)
+    fields = getattr(type(value), "__dataclass_fields__", None)
+    if fields is None:
+        raise TypeError(f"a {kind} is among them")
+    return {name: getattr(value, name) for name in fields}
+
+
+_canonical = _encoder(sort_keys=True, default=_plain_argument).encode
+
+
+class Crew:
+    """Makes calls, at the same time and at a rate, in threads; a crew of one in the main thread.
+
+    Attributes:
+        ready: what is to be called, in order.
+        out: what was given to the threads and has not come back, by key.
+        halted: whether no call may begin any more; what was not begun comes back as it was.
+        due: when the next call may begin.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        driver: Driver,
+        how: How,
+        limit_s: float,
+        call: Callable[[Claim], Any],
+        point: str,
+    ) -> None:
+        import queue  # only for jobs that have operations
+
+        self._host, self._driver, self._limit_s = host, driver, limit_s
+        self._call, self._point = call, point
+        self._interval_s = interval_of(how.rate)
+        self._room = how.workers if self._interval_s else sys.maxsize
+        self._work: Any = queue.SimpleQueue()
+        self._ended: Any = queue.SimpleQueue()
+        self._none_ended = queue.Empty
+        self._threads = how.workers if how.workers > 1 else 0
+        self._looked_at = 0.0
+        self.ready: deque[Claim] = deque()
+        self.out: dict[str, Claim] = {}
+        self.halted, self.due = False, 0.0
+
+    def __enter__(self) -> Self:
+        """Let the threads begin; they are daemons, so that a call that hangs holds nobody up."""
+        if self._threads:
+            import threading
+
+            for _ in range(self._threads):
+                threading.Thread(target=self._labour, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the threads end."""
+        for _thread in range(self._threads):
+            self._work.put(None)
+
+    def _labour(self) -> None:
+        while (claim := self._work.get()) is not None:
+            if not self.halted:
+                self._make(claim)
+            self._ended.put(claim)
+
+    def _make(self, claim: Claim) -> None:
+        claim.began = self._host.monotonic()
+        try:
+            claim.result = self._call(claim)
+        except BaseException as error:  # noqa: BLE001 - it belongs to the main thread
+            claim.error = error
+        reach(self._point, claim.id)
+
+    def _make_here(self, claim: Claim) -> None:
+        """Make a call in the main thread, within its time limit."""
+        try:
+            call_within(self._limit_s, functools.partial(self._make, claim))
+        except TimeoutError:
+            claim.error = self._late(claim)
+        if isinstance(claim.error, Overdue):
+            claim.error = self._late(claim)
+
+    def turn(self) -> list[Claim]:
+        """Begin what is due, wait for a moment, and return what has ended or may not begin."""
+        if self._driver.stop_is_asked():
+            self.halted = True
+        if self.halted:
+            back = list(self.ready)
+            self.ready.clear()
+            return back or self._landed(TICK_S)
+        now = self._host.monotonic()
+        while self.ready and len(self.out) < self._room and now >= self.due:
+            claim = self.ready.popleft()
+            self.out[claim.key] = claim
+            self._work.put(claim)
+            if self._interval_s:
+                self.due = max(now, self.due) + self._interval_s
+        left_s = self.due - now if self.ready and len(self.out) < self._room else TICK_S
+        return self._landed(min(left_s, TICK_S))
+
+    def _landed(self, wait_s: float) -> list[Claim]:
+        """Return what has come back within a moment, or is overdue."""
+        if not self.out:
+            self._host.sleep(wait_s)
+            return []
+        if not self._threads:
+            claim = self._work.get()
+            del self.out[claim.key]
+            if not self.halted:
+                self._make_here(claim)
+            return [claim]
+        back: list[Claim] = []
+        with contextlib.suppress(self._none_ended):
+            back.append(self._ended.get(timeout=wait_s))
+            while True:
+                back.append(self._ended.get_nowait())
+        return [claim for claim in back if self.out.pop(claim.key, None)] + self._overdue()
+
+    def _overdue(self) -> list[Claim]:
+        """Give up what is over its time limit."""
+        now = self._host.monotonic()
+        if now < self._looked_at + TICK_S:
+            return []
+        self._looked_at = now
+        late = [c for c in self.out.values() if c.began and now - c.began > self._limit_s]
+        for claim in late:
+            del self.out[claim.key]
+            claim.error = self._late(claim)
+        return late
+
+    def _late(self, claim: Claim) -> TimeoutError:
+        return TimeoutError(f"operation {claim.key!r} did not end within {self._limit_s:g} s")
+
+
+def interval_of(rate: str | None) -> float:
+    """Return how long it is from one call to the next at a rate, in s; 0: no limit."""
+    if rate is None:
+        return 0.0
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)/([smh])", rate)
+    if found is None or not float(found[1]):
+        raise broken("no rate", rate=rate)
+    return PER_S[found[2]] / float(found[1])
+
+
+def retry_after_s(error: Any, now: str) -> float | None:
+    """Return how long a destination asks to wait, in seconds or by an HTTP date, if it does."""
+    asked: Any = getattr(error, "retry_after", None)
+    for place in (error, getattr(error, "response", None)):
+        headers: Any = getattr(place, "headers", None)
+        if asked is None and hasattr(headers, "get"):
+            asked = headers.get("Retry-After")
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        return max(0.0, float(asked))
+    with contextlib.suppress(TypeError, ValueError):
+        from email.utils import parsedate_to_datetime
+
+        return max(0.0, seconds_between(now, parsedate_to_datetime(asked).isoformat()))
+    return None
+
+
+class Operations:
+    """All operations of one attempt.
+
+    Attributes:
+        newest: the highest operation id that this attempt knows of.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        run: Run,
+        generation: int,
+        host: Host,
+        options: JobConfig,
+        not_done: Callable[[BaseException], object] | None,
+        driver: Driver,
+    ) -> None:
+        self._ledger, self._run, self._generation = ledger, run, generation
+        self._host, self._options, self._not_done, self._driver = host, options, not_done, driver
+        self._settled_at = host.monotonic() + options.settle_s  # the claimants before us are gone
+        self._told = self._said = False  # whether that waits for the disk; and of one met again
+        self.newest = ledger.newest_operation()
+
+    # -- what the worker asks for ----------------------------------------------------------
+
+    def perform(
+        self, number: int, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How
+    ) -> list[Performed]:
+        """Do what was never done under these keys; say of each what became of it, in order."""
+        claims = self._claims_for(wanted)
+        known = self._ledger.operations_with(self._run.job, claims)
+        open_claims, todo = list[tuple[Claim, Operation]](), deque[Claim]()
+        for key, claim in claims.items():
+            row = known.get(key)
+            if row is None or row.outcome == FREED:
+                todo.append(claim)
+                continue
+            if row.arguments != claim.digest:
+                raise self._reused(row)
+            if row.outcome is None:
+                open_claims.append((claim, row))
+            else:
+                claim.done = self._known(row, number)
+        if open_claims:
+            todo.extend(self._find_out(open_claims, how))
+        if todo:
+            Effects(self, number, how, todo).make_all()
+        return self._answers(wanted, claims)
+
+    def sync(self) -> int:
+        """Make durable what was told, before a commit is built on it; return the newest id."""
+        if self._told:
+            self._ledger.sync(self._run, self._generation)
+            self._told = False
+        return self.newest
+
+    def require_none_open(self) -> None:
+        """Let the run await a person if it would end with an operation whose outcome is unknown."""
+        if unknown := self._ledger.open_operations(self._run):
+            self._driver.await_answer(unknown_end(self._run, unknown))
+
+    # -- keys ------------------------------------------------------------------------------
+
+    def _claims_for(self, wanted: Sequence[tuple[str, tuple[Any, ...]]]) -> dict[str, Claim]:
+        """Return a claim for each key; the same key twice is one operation."""
+        claims: dict[str, Claim] = {}
+        for key, arguments in wanted:
+            is_text = type(key) is str and key.isprintable()
+            if not (is_text and 0 < len(key) <= KEY_MAX_CHARS):
+                raise broken("no key", key=repr(key)[:KEY_MAX_CHARS], most=KEY_MAX_CHARS)
+            digest = digest_of(key, arguments)
+            before = claims.setdefault(key, Claim(key, arguments, digest))
+            if before.digest != digest:
+                raise self._reused(None, key)
+        return claims
+
+    def _reused(self, row: Operation | None, key: str = "") -> KeyReused:
+        """Return the letter for a key that means two different things."""
+        why = "Two records of this batch have it, and what is to be called for them differs."
+        if row is not None:
+            by = self._ledger.run(row.run)
+            key, why = row.key, f"It was claimed at {row.claimed_at} by run {by.id}."
+        return KeyReused(
+            f"The idempotency key {key!r} was used for other arguments.",
+            why=why,
+            unchanged="Nothing was called for it now.",
+            todo="A key means one effect, once ever: make it of all that tells one from another,"
+            " such as a revision.",
+        )
+
+    def _known(self, row: Operation, number: int) -> Performed:
+        """Return what a recorded operation counts as, and name the first that is met again."""
+        receipt = json.loads(row.receipt) if row.receipt else None
+        if (row.run, row.number) == (self._run.key, number):
+            return Performed("called" if row.outcome == DONE else "confirmed", receipt)
+        if not self._said:
+            self._said = True
+            told = self._ledger.events(self._run, what=SAID)
+            if not any(event.why.startswith(MET_AGAIN) for event in told):
+                by = self._ledger.run(row.run).id
+                self._driver.say(f"{MET_AGAIN} {row.key!r}, of run {by}, {row.claimed_at}")
+        return Performed("already done", receipt)
+
+    def _answers(
+        self, wanted: Sequence[tuple[str, tuple[Any, ...]]], claims: Mapping[str, Claim]
+    ) -> list[Performed]:
+        """Return what became of each record; of two with one key the second was done already."""
+        answers, met = list[Performed](), set[str]()
+        for key, _ in wanted:
+            done = claims[key].done
+            if key in met and done.error is None:
+                done = done._replace(counts_as="already done")
+            met.add(key)
+            answers.append(done)
+        return answers
+
+    # -- the ledger ------------------------------------------------------------------------
+
+    def tell(self, told: Iterable[Told], claims: Sequence[Claim] = (), **of_all: object) -> None:
+        """Record what became of operations, and claim others."""
+        keys = [(claim.key, claim.digest) for claim in claims]
+        ids = self._ledger.operate(self._run, self._generation, told, keys, **of_all)
+        for claim, row_id in zip(claims, ids, strict=True):
+            claim.id = row_id
+        self.newest = max(self.newest, *ids, 0)
+        self._told = not claims
+        reach("operation.claimed" if claims else "operation.settled", self.newest)
+
+    # -- what is unknown -------------------------------------------------------------------
+
+    def _find_out(self, unknown: list[tuple[Claim, Operation]], how: How) -> list[Claim]:
+        """Return which operations of unknown outcome are surely not done; record what is found.
+
+        Where nobody can tell, the attempt ends.
+        """
+        claims = []
+        for claim, row in unknown:
+            claim.id = row.id
+            claims.append(claim)
+        foreign = [row for _, row in unknown if row.run != self._run.key]
+        if foreign:
+            self._ledger.take_up(self._run, self._generation, foreign)
+        absent = self._look_up(claims, how) if how.lookup else []
+        if absent and self._host.monotonic() < self._settled_at:
+            self._wait_until(self._settled_at)
+            absent = self._look_up(absent, how)
+        why = f"lookup did not find it, {self._options.settle_s:g} s after its call was cut off"
+        self.tell([Told(claim.id, FREED, who="lookup", why=why) for claim in absent])
+        if len(absent) + sum(bool(claim.done.counts_as) for claim in claims) < len(claims):
+            self.require_none_open()
+        return absent
+
+    def _look_up(self, claims: Sequence[Claim], how: How) -> list[Claim]:
+        """Ask the destination for each; record what is found, return what is absent."""
+        lookup = cast("Callable[[str], Any]", how.lookup)
+        limit_s, ended = self._options.call_timeout_s, list[Claim]()
+        made = (self._host, self._driver, how, limit_s, lambda claim: lookup(claim.key))
+        with Crew(*made, "operation.looked_up") as crew:
+            crew.ready.extend(claims)
+            while crew.ready or crew.out:
+                for claim in crew.turn():
+                    ended.append(claim)
+                    crew.halted |= not isinstance(claim.error, CannotTell | None)
+        found = [c for c in ended if c.began and c.error is None and c.result is not None]
+        texts = [(claim, self.receipt_text(claim)) for claim in found]
+        self.tell([Told(c.id, CONFIRMED, text, "lookup") for c, text in texts if text])
+        self._driver.pass_gate()
+        for claim, text in texts:
+            claim.done = Performed("confirmed", claim.result)
+            if text is None:
+                raise broken("no receipt", key=claim.key, receipt=repr(claim.result)[:200])
+        for claim in ended:
+            if claim.error is not None and not isinstance(claim.error, CannotTell):
+                raise claim.error
+        return [claim for claim in ended if claim.error is None and claim.result is None]
+
+    def receipt_text(self, claim: Claim) -> str | None:
+        """Return a receipt as JSON; None if it is not the same there."""
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            text = _compact(claim.result)
+            if json.loads(text) == claim.result:
+                return text
+        return None
+
+    def _wait_until(self, moment: float) -> None:
+        """Wait, as a place to stop."""
+        while (left_s := moment - self._host.monotonic()) > 0:
+            self._driver.pass_gate()
+            self._host.sleep(min(left_s, TICK_S))
+
+    def is_not_done(self, error: BaseException) -> bool:
+        """Ask the job whether an error says for sure that nothing was done."""
+        if self._not_done is None:
+            return False
+        try:
+            return bool(self._not_done(error))
+        except Exception as raised:  # noqa: BLE001 - the job's own code; then nobody knows
+            write_line(2, mask_secrets(f"not_done raised {error_text(raised)}"))
+            return False
+
+
+class Effects:
+    """The calls of one batch: claimed in slices just ahead, paced, halted, recorded."""
+
+    def __init__(self, of: Operations, number: int, how: How, todo: deque[Claim]) -> None:
+        self._of, self._todo, self._how = of, todo, how
+        options, call = of._options, how.call
+        self._retry_for_s = options.retry_for_s
+        name = lookup_name(how.lookup)
+        self._of_all = {"number": number, "lookup": name, "irreversible": int(how.irreversible)}
+        made = (of._host, of._driver, how, options.call_timeout_s)
+        self._crew = Crew(*made, lambda c: call(c.key, *c.arguments), "operation.called")
+        self._most = max(SLICE, how.workers)
+        self._size = min(how.workers, len(todo))
+        self._claimed = 0  # and not come back
+        self._told: list[Told] = []
+        self._turned_at = of._host.monotonic()
+        self._errors: list[BaseException] = []  # for which the attempt ends
+        self._is_over = False  # whether no call follows, for an error that tells all
+        self._waits_until = 0.0
+
+    def make_all(self) -> None:
+        """Make all calls, and record what became of each."""
+        with self._crew as crew:
+            while self._todo or self._claimed or self._told:
+                if crew.halted and not self._claimed:
+                    self._pause()
+                elif self._is_due():
+                    self._turn()
+                if self._claimed:
+                    for claim in crew.turn():
+                        self._take(claim)
+
+    def _is_due(self) -> bool:
+        """Tell whether it is time to tell and to claim."""
+        more = bool(self._todo) and not self._crew.halted and self._claimed <= self._size
+        return more or not self._claimed or len(self._told) >= self._size
+
+    def _turn(self) -> None:
+        """Tell what ended, and claim the next slice, in one transaction."""
+        now = self._of._host.monotonic()
+        if self._told and now - self._turned_at < SLICE_S:
+            self._size = min(2 * self._size, self._most)
+        if self._told:
+            self._turned_at = now
+        room = 0 if self._crew.halted or self._claimed > self._size else self._size
+        claims = [self._todo.popleft() for _ in range(min(room, len(self._todo)))]
+        told, self._told = self._told, []
+        self._of.tell(told, claims, **self._of_all)
+        self._claimed += len(claims)
+        self._crew.ready.extend(claims)
+
+    def _pause(self) -> None:
+        """With no call in flight, end the calls, or wait as the destination asked to."""
+        told, self._told = self._told, []
+        self._of.tell(told)
+        if self._errors:
+            raise self._errors[0]
+        if self._is_over:
+            self._todo.clear()
+            return
+        self._of._driver.pass_gate()
+        self._of._wait_until(self._waits_until)
+        self._crew.halted = False
+
+    def _take(self, claim: Claim) -> None:
+        """Take what came back: done, refused, unknown, or not begun."""
+        self._claimed -= 1
+        if not claim.began:
+            self._again(claim, "it was not begun")
+        elif claim.error is not None:
+            self._failed(claim, claim.error)
+        else:
+            text = self._of.receipt_text(claim)
+            claim.done = Performed("called", claim.result)
+            self._told.append(Told(claim.id, DONE, text))
+            if text is None:
+                self._end(broken("no receipt", key=claim.key, receipt=repr(claim.result)[:200]))
+
+    def _failed(self, claim: Claim, error: BaseException) -> None:
+        """Judge the error of a call: unknown, to be called again later, or surely not done."""
+        of, why = self._of, shortened(error_text(error))
+        if not of.is_not_done(error):
+            self._told.append(Told(claim.id, None, why=why))
+            self._end(error)
+            return
+        now, wait_s = of._host.monotonic(), retry_after_s(error, of._host.now())
+        claim.since = claim.since or now
+        if wait_s is not None and now + wait_s <= claim.since + self._retry_for_s:
+            self._waits_until = max(self._waits_until, now + wait_s)
+            self._crew.halted = True
+            self._again(claim, why)
+            return
+        claim.done = Performed("", error=error)
+        self._told.append(Told(claim.id, FREED, who="worker", why=why))
+        if self._how.on_error == "raise":
+            self._is_over = self._crew.halted = True
+
+    def _again(self, claim: Claim, why: str) -> None:
+        """Free a claim that was surely not done, and let it be claimed anew."""
+        self._told.append(Told(claim.id, FREED, who="worker", why=why))
+        claim.began, claim.error = 0.0, None
+        self._todo.appendleft(claim)
+
+    def _end(self, error: BaseException) -> None:
+        """Let no call begin any more; when all are back, the error ends the attempt."""
+        self._errors.append(error)
+        self._crew.halted = True
+
+
+def lookup_name(lookup: Any) -> str | None:
+    """Return the name by which `reconcile` finds a lookup, `module:name`, if it can."""
+    module, name = getattr(lookup, "__module__", None), getattr(lookup, "__qualname__", "<")
+    return None if module is None or "<" in name or "." in name else f"{module}:{name}"
+
+
+# -- letters -------------------------------------------------------------------------------
+
+
+def reconcile_line(run: Run) -> str:
+    """Return what to type to see a run's unknown operations, and how to answer."""
+    return f"batchrun reconcile {run.id}"
+
+
+def unknown_text(unknown: Sequence[Operation]) -> str:
+    """Return which operations nobody knows the outcome of."""
+    first, more = unknown[0], f" {len(unknown) - 1:,} more are unknown." * (len(unknown) > 1)
+    cut = first.why or "Its process ended before the outcome was recorded."
+    what = f"Whether the operation {first.key!r} was done is unknown; claimed {first.claimed_at}."
+    return f"{what}{more}\n{cut}"
+
+
+def unknown_end(run: Run, unknown: Sequence[Operation]) -> AttemptEnd:
+    """Return the end of an attempt that cannot find out what became of operations."""
+    key = unknown[0].key
+    lines = (
+        reconcile_line(run),
+        _typed("batchrun", "reconcile", run.id, "--confirm", key) + ' --why "..." --apply',
+        _typed("batchrun", "reconcile", run.id, "--absent", key) + ' --why "..." --apply',
+    )
+    how = (Ending.AWAITS, ExitCode.PERSON_NEEDED, Reason.OPERATION, unknown_text(unknown))
+    unchanged = "It is not called again before that is known; all others are recorded."
+    todo = "\n  ".join(("Look at the destination, then type:", *lines))
+    return AttemptEnd(*how, unchanged=unchanged, todo=todo)
+
+
+def no_fresh_start(run: Run, unknown: Sequence[Operation]) -> PersonNeeded:
+    """Return the letter for a fresh start that would forget operations of unknown outcome."""
+    return PersonNeeded(
+        f"Run {run.id} of {run.job} has unknown operations, which no fresh start forgets.",
+        why=unknown_text(unknown),
+        unchanged="Nothing was started.",
+        todo=f"To see them, and answer: {reconcile_line(run)}",
+    )
+
+
+# ======================================================================================
 # 10. Recovery: make ledger, checkpoint and locks agree
 # ======================================================================================
 #
@@ -8567,6 +9477,7 @@ class Found(NamedTuple):
     run: Run  # the ledger's row
     ledger: str  # the ledger's uuid
     newest_event: int  # the highest event id in the ledger
+    newest_operation: int  # likewise
     checkpoint: Checkpoint | None  # what the file holds; None if it is missing or broken
     digest: str  # its hash
     broken: str  # why the file is not valid; empty if it is valid or missing
@@ -8622,6 +9533,11 @@ VERDICTS: tuple[tuple[Action, str, Callable[[Found], bool]], ...] = (
         lambda f: f.file.event > f.newest_event,
     ),
     (
+        Action.REFUSE,
+        "the ledger is behind the operations that the checkpoint names",
+        lambda f: f.file.operation > f.newest_operation,
+    ),
+    (
         Action.GO_ON,
         "checkpoint and ledger agree",
         lambda f: f.ahead == 0 and f.digest == f.run.hash,
@@ -8657,8 +9573,8 @@ def look(ledger: Ledger, store: CheckpointStore, run: Run) -> Found:
     behind = checkpoint is not None and checkpoint.number < run.number
     row = ledger.commit_row(run, checkpoint.number) if checkpoint and behind else None
     ancestor, copy = row.hash if row else None, valid_copy(run)
-    event = ledger.newest_event()
-    return Found(run, ledger.uuid, event, checkpoint, digest, broken, ancestor, copy)
+    newest = (ledger.newest_event(), ledger.newest_operation())
+    return Found(run, ledger.uuid, *newest, checkpoint, digest, broken, ancestor, copy)
 
 
 def valid_copy(run: Run) -> bytes | None:
@@ -8701,6 +9617,9 @@ def cannot_agree(found: Found, why: str, path: Path) -> PersonNeeded:
         held = f"{path}: commit {found.file.number} of generation {found.file.generation}"
         first, last = run.number + 1, found.file.number - 1
         lost = f"the rows of commits {first} to {last}" if last >= first else "no row known"
+        if (named := found.file.operation) > found.newest_operation:
+            lost += f"; operations {found.newest_operation + 1} to {named}, whose keys nothing"
+            lost += " keeps from being called again"
     return PersonNeeded(
         f"Run {run.id} of {run.job} cannot go on: {why}.",
         why=f"Found {held}; in the ledger: commit {run.number} of generation {run.generation}."
@@ -9034,6 +9953,7 @@ def situation(ledger: Ledger, run: Run) -> str:
     """Return how an unfinished run stands: a key of REPLIES, the first that applies."""
     awaits = run.state == RunState.AWAITING
     answered = run.reason == Reason.APPROVAL and ledger.open_question(run) is None
+    answered |= run.reason == Reason.OPERATION and not ledger.open_operations(run)
     stands = {
         "has a live owner": run.state in OWNED,
         "has a start that was deferred": run.deferred is not None and run.request != Request.PAUSE,
@@ -9054,6 +9974,8 @@ def reply_to(start: str, ledger: Ledger, run: Run) -> Reply:
 
 def require_may_go_on(start: str, ledger: Ledger, run: Run) -> None:
     """Refuse a start where the table does (PersonNeeded): how the run stands, what to type."""
+    if start == "fresh" and (unknown := ledger.open_operations(run)):
+        raise no_fresh_start(run, unknown)
     if reply_to(start, ledger, run) != Reply.REFUSE:
         return
     why, todo = what_next(ledger, run)
@@ -9080,6 +10002,10 @@ def what_next(ledger: Ledger, run: Run) -> tuple[str, str]:
         if asked[-1].answered_at is None:
             return asked[-1].words, approve_line(run, asked[-1].name)
         return f"{asked[-1].name!r} is approved by {asked[-1].who}: {asked[-1].why}", todo
+    if run.reason == Reason.OPERATION:
+        unknown = ledger.open_operations(run)
+        answered = "All its operations have their outcome."
+        return (unknown_text(unknown), reconcile_line(run)) if unknown else (answered, todo)
     last = ledger.last_attempt(run)
     return run.error or (last and last.error) or "", todo
 
@@ -9276,11 +10202,12 @@ class Worker:
 
     Attributes:
         recorded: whether the ledger knows how the attempt ended.
-        asked: what ends the attempt until a person has answered it.
+        asked: how the attempt ends until a person has answered.
     """
 
     _course: Course  # from `_prepare` on
     _job: Job
+    _operations: Operations
 
     def __init__(self, order: Order, config: Config, ledger: Ledger, host: Host) -> None:
         self._order, self._config, self._ledger, self._host = order, config, ledger, host
@@ -9299,7 +10226,7 @@ class Worker:
         self._size = self._run.size
         self.gate = Gate(order.supervisor, order.batches)
         self.recorded = False
-        self.asked: Approval | None = None
+        self.asked: AttemptEnd | None = None
 
     # -- one attempt -----------------------------------------------------------------------
 
@@ -9341,6 +10268,8 @@ class Worker:
         self.gate.request = self._run.request
         self._release_what_was_left()
         self._event = self._ledger.newest_event()
+        made_of = (self._ledger, self._run, order.generation, host, self._job_config)
+        self._operations = Operations(*made_of, job.not_done, self)
         self._course = course = Course(self._run, order.generation, checkpoint)
         if course.loop:
             course.cursor = cursor
@@ -9385,6 +10314,7 @@ class Worker:
                 yielded = next(self._generator, self)
             if yielded is self:
                 context._require_complete()
+                self._operations.require_none_open()
                 self._require_within_limits(self._course, at_end=True)
                 rejected = self._course.rejected
                 code = ExitCode.DONE_WITH_REJECTS if rejected else ExitCode.DONE
@@ -9400,7 +10330,7 @@ class Worker:
         if isinstance(error, BatchrunError) and error.exit_code in UNRECORDED:
             return letter_end(error)
         if self.asked is not None:
-            return question_end(self._run, self.asked)
+            return self.asked
         if self.gate.shut or isinstance(error, SafeStop | Interrupted):
             return self._stopped()
         if isinstance(error, BatchrunError):
@@ -9667,7 +10597,7 @@ class Worker:
         return Checkpoint(
             ledger=self._ledger.uuid,
             event=self._event,
-            operation=0,
+            operation=self._operations.sync(),
             job=course.run.job,
             job_version=self._job.version,
             run=course.run.id,
@@ -9728,9 +10658,17 @@ class Worker:
         question = self._ledger.ask(self._run, self._order.generation, name, words)
         reach("approval.asked", self._order.generation)
         if question.answered_at is None:
-            self.asked, self.gate.shut = question, True
-            raise SafeStop
+            self.await_answer(question_end(self._run, question))
         return question
+
+    def await_answer(self, end: AttemptEnd) -> NoReturn:
+        """End the attempt here, until a person has answered."""
+        self.asked, self.gate.shut = end, True
+        raise SafeStop
+
+    def operate(self, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How) -> list[Performed]:
+        """Do what was never done under these keys; say of each what became of it, in order."""
+        return self._operations.perform(self._course.number + 1, wanted, how)
 
     def limit(self, loop: Loop) -> int:
         """Return how many records the next batch may have."""
@@ -10401,7 +11339,9 @@ class Supervisor:
             require_admission=functools.partial(
                 self._state.maintenance.require_open, self._job_config
             ),
-            require_may_go_on=functools.partial(require_may_go_on, launch.start, self._ledger),
+            require_may_go_on=functools.partial(
+                require_may_go_on, "fresh" if self._anew else launch.start, self._ledger
+            ),
             leaves=lambda run: reply_to(launch.start, self._ledger, run) == Reply.SKIP,
             write_checkpoint=self._store.replace,
             overrides=launch.overrides,

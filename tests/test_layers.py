@@ -18,23 +18,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
-    "Vocabulary": 520,
+    "Vocabulary": 550,
     "Host": 695,
-    "Configuration": 995,
+    "Configuration": 1_010,
     "Checkpoints": 355,
-    "Ledger": 2_020,
+    "Ledger": 2_155,
     "Locks and maintenance": 430,
     "Health": 890,
-    "Jobs": 2_525,
-    "Operations": 200,
-    "Recovery": 640,
-    "Worker": 755,
+    "Jobs": 2_670,
+    "Operations": 590,
+    "Recovery": 655,
+    "Worker": 770,
     "Supervisor": 1_625,
     "Reports": 445,
     "Command line": 1_095,
 }
-COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 13_191  # must stay under
+COMES_LATER = set[str]()  # their place in the order is kept
+LINES_IN_ALL = 14_027  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
@@ -50,7 +50,7 @@ OWNERS = {  # library -> the sections that may use it; any section may use one n
     "shelve": set[str](),
     "sqlite3": {"Jobs"},  # only to know a connection that a job brings
     "subprocess": {"Host", "Health", "Supervisor"},
-    "threading": {"Host", "Health", "Worker"},
+    "threading": {"Host", "Health", "Operations", "Worker"},
     "time": {"Host"},
     "tomllib": {"Configuration"},
 }
@@ -589,8 +589,8 @@ def test_a_made_up_source_without_faults_passes(check: Callable[[Source], list[s
         ),
         (
             sections_too_long,
-            made_up(Operations="\n" * 200),
-            "(9. Operations) has 204 lines, 200 at most",
+            made_up(Operations="\n" * LINES["Operations"]),
+            f"(9. Operations) has {LINES['Operations'] + 4} lines, {LINES['Operations']} at most",
         ),
         (
             sections_too_long,
