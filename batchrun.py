@@ -501,7 +501,7 @@ class Operation(NamedTuple):
     generation: int
     number: int  # of the commit that it belongs to
     arguments: bytes  # SHA-256 of what the call was given
-    lookup: str | None  # module:name of the function that asks the destination, if it has a name
+    lookup: str | None  # JSON: what `reconcile` calls to ask the destination, if it can
     irreversible: int  # whether a rollback cannot take it back, as the job says
     claimed_at: str
     outcome: str | None  # done, confirmed, freed; None: open
@@ -9298,7 +9298,7 @@ class Effects:
         self._of, self._todo, self._how = of, todo, how
         options, call = of._options, how.call
         self._retry_for_s = options.retry_for_s
-        name = lookup_name(how.lookup)
+        name = recorded_lookup(how.lookup) if how.lookup else None
         self._of_all = {"number": number, "lookup": name, "irreversible": int(how.irreversible)}
         made = (of._host, of._driver, how, options.call_timeout_s)
         self._crew = Crew(*made, lambda c: call(c.key, *c.arguments), "operation.called")
@@ -9400,10 +9400,54 @@ class Effects:
         self._crew.halted = True
 
 
-def lookup_name(lookup: Any) -> str | None:
-    """Return the name by which `reconcile` finds a lookup, `module:name`, if it can."""
-    module, name = getattr(lookup, "__module__", None), getattr(lookup, "__qualname__", "<")
-    return None if module is None or "<" in name or "." in name else f"{module}:{name}"
+def recorded_lookup(lookup: Any) -> str | None:
+    """Return a lookup as JSON that `reconcile` can call: module:name, arguments before the key.
+
+    None if another process could not: it is no plain function, nor a functools.partial of one with
+    arguments in JSON and no secret among them.
+    """
+    inner = lookup if isinstance(lookup, functools.partial) else functools.partial(lookup)
+    call: Any = inner.func
+    module, name = getattr(call, "__module__", None), getattr(call, "__qualname__", "<")
+    with contextlib.suppress(TypeError, ValueError):
+        text = _compact([f"{module}:{name}", inner.args, inner.keywords])
+        if module and not set("<.").intersection(name) and mask_secrets(text) == text:
+            return text
+    return None
+
+
+def called_lookup(recorded: str, key: str) -> Any:
+    """Call a recorded lookup and return what it says."""
+    import importlib
+
+    where, arguments, named = json.loads(recorded)
+    module, _, name = where.partition(":")
+    return getattr(importlib.import_module(module), name)(*arguments, key, **named)
+
+
+def lookup_main() -> None:
+    """Ask destinations for what `reconcile` hands over on standard input; a line of JSON for each.
+
+    Each is a key with its recorded lookup; the answer [key, outcome, receipt, why], an outcome of
+    None being: cannot tell. What the job prints goes to standard error.
+    """
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    path, job, questions = json.load(sys.stdin)
+    config = load_config(Path(path))
+    os.chdir(config.folder)
+    load_job(config.job(job))
+    for key, recorded in questions:
+        outcome, receipt, why = None, None, ""
+        try:
+            call = functools.partial(called_lookup, recorded, key)
+            if (found := call_within(config.job(job).call_timeout_s, call)) is None:
+                outcome = FREED
+            else:
+                outcome, receipt = CONFIRMED, _compact(found)
+        except Exception as error:  # noqa: BLE001 - the job's own code: it cannot tell
+            why = error_text(error)
+        write_line(answers, json.dumps([key, outcome, receipt, why]))
 
 
 # -- letters -------------------------------------------------------------------------------
@@ -12175,6 +12219,119 @@ class Stopper:
         )
 
 
+# -- reconciling ---------------------------------------------------------------------------------
+
+
+class Answered(NamedTuple):
+    """An operation of unknown outcome, and what is known of it now."""
+
+    operation: Operation
+    run: Run
+    told: Told | None  # what would be, or was, recorded; None: nobody has said anything
+    why: str = ""  # nothing can be said
+
+
+class Reconciler:
+    """Finds out what became of operations; a person's answers and the destinations' own.
+
+    Whoever has the job's lock has the proof that no claimant lives. What a lookup does not find is
+    believed absent only `settle` after that.
+    """
+
+    def __init__(
+        self, config: Config, ledger: Ledger, host: Host, say: Callable[[str], None]
+    ) -> None:
+        self._config, self._ledger, self._host, self._say = config, ledger, host, say
+        self._state = StateDirectory(config, host)
+
+    def unknown(self, run: Run | None) -> list[Answered]:
+        """Return the operations of unknown outcome, of a run or of all that nobody owns."""
+        runs = [run] if run else [found for found, _ in self._ledger.runs_with_open_operations()]
+        return [
+            Answered(operation, each, None, operation.why or "")
+            for each in runs
+            for operation in self._ledger.open_operations(each)
+        ]
+
+    @contextlib.contextmanager
+    def owning(self, job: str, who: str) -> Iterator[None]:
+        """Hold a job's lock, so that no claimant is left; Busy if somebody else has it."""
+        lock = JobLock(self._state.lock_path(job))
+        if not lock.acquire():
+            raise Busy(
+                f"{job} is running, and finds out by itself.",
+                unchanged="Nothing was changed.",
+                todo=f"See: batchrun status {job}",
+            )
+        try:
+            if run := self._ledger.unfinished(job):
+                self._ledger.settle_left(run, who)
+            yield
+        finally:
+            lock.release()
+
+    def looked_up(self, job: str, rows: list[Answered], *, settled: bool) -> list[Answered]:
+        """Return what the destination says of operations; `settled` waits until absent is true."""
+        rows, options = self._asked(job, rows), self._config.job(job)
+        absent = [row for row in rows if row.told and row.told.outcome == FREED]
+        if settled and absent:
+            self._say(f"{job}: {len(absent)} are absent; asked again in {options.settle_s:g} s")
+            until = self._host.monotonic() + options.settle_s
+            while (left_s := until - self._host.monotonic()) > 0:
+                self._host.sleep(min(left_s, WATCH_INTERVAL_S))
+            again = {row.operation.id: row for row in self._asked(job, absent)}
+            rows = [again.get(row.operation.id, row) for row in rows]
+        return rows
+
+    def _asked(self, job: str, rows: list[Answered]) -> list[Answered]:
+        """Return what the job's lookups say, called in a process of their own."""
+        import subprocess
+
+        asked = [(r.operation.key, r.operation.lookup) for r in rows if r.operation.lookup]
+        order = json.dumps([str(self._config.path), job, asked])
+        limit_s = PROBE_START_S + len(asked) * (self._config.job(job).call_timeout_s + 1)
+        answers: dict[str, list[Any]] = {}
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            words = own_interpreter("lookup_main")
+            ways: dict[str, Any] = {"text": True, "capture_output": True, "timeout": limit_s}
+            ended = subprocess.run(words, input=order, check=False, **ways)
+            lines = ended.stdout.splitlines()
+            answers = {key: answer for key, *answer in map(json.loads, lines)}
+        return [self._answered(row, answers.get(row.operation.key)) for row in rows]
+
+    def _answered(self, row: Answered, answer: list[Any] | None) -> Answered:
+        if row.operation.lookup is None:
+            why = "its lookup is no plain function, so only the job itself can ask"
+            return row._replace(why=f"{row.why}\n{why}".strip())
+        outcome, receipt, why = answer or (None, None, "its process ended during the call")
+        if outcome is None:
+            return row._replace(told=None, why=f"cannot tell: {mask_secrets(why)}")
+        return row._replace(told=Told(row.operation.id, outcome, receipt, "lookup"))
+
+
+def by_person(
+    rows: list[Answered], confirmed: Iterable[str], absent: Iterable[str], told: Told
+) -> list[Answered]:
+    """Return the operations with a person's answers; `told` has who, why and the receipt.
+
+    Raises:
+        NotFound: a key is none of theirs.
+    """
+    outcomes = {**dict.fromkeys(absent, FREED), **dict.fromkeys(confirmed, CONFIRMED)}
+    if unknown := sorted(outcomes.keys() - {row.operation.key for row in rows}):
+        raise NotFound(
+            f"There is no operation of unknown outcome with the key {unknown[0]!r}.",
+            unchanged="Nothing was changed.",
+            todo="See: batchrun reconcile",
+        )
+    return [
+        row._replace(told=told._replace(id=row.operation.id, outcome=outcomes[row.operation.key]))
+        if row.operation.key in outcomes
+        else row
+        for row in rows
+    ]
+
+
 # -- draining ------------------------------------------------------------------------------------
 #
 # A drain brings the runs that a barrier found to a stop, and proves it. Behind the barrier nothing
@@ -12191,11 +12348,12 @@ class Stopper:
 #   orphaned    not free, and its supervisor is gone
 #
 # A run is in one class, by what it is when the drain ends, and never moved to reach zero. It ends
-# with 0 if and only if all are free, the runs counted by event ids are the runs found, nothing was
-# admitted behind the barrier, and each of its scopes names a job or a tag (else 3); with 13 if an
-# owner is orphaned or frozen, or heeded no stop, which no waiting will change; with 11 if others
-# still run; with 75 or 130 if it was stopped itself; with 1 if its barrier fell meanwhile. What was
-# asked for stands, and the next drain goes on.
+# with 0 if and only if all are free, none of their operations is unknown, the runs counted by event
+# ids are the runs found, nothing was admitted behind the barrier, and each of its scopes names a
+# job or a tag (else 3); with 13 if an owner is orphaned or frozen, or heeded no stop, or if an
+# operation is unknown, which no waiting will change; with 11 if others still run; with 75 or 130 if
+# it was stopped itself; with 1 if its barrier fell meanwhile. What was asked for stands, and the
+# next drain goes on.
 #
 #   first ask      a request in the ledger, as soon as the barrier is up (not with --finish)
 #   deadline       with --then interrupt: TERM to the supervisor, and once more as a second stop; to
@@ -12434,6 +12592,7 @@ class Drainer:
             reason=run.reason,
             owners=[owner._asdict() for owner in owners],
             frozen=any(map(self._host.is_stopped, owners)),
+            operations=len(self._ledger.open_operations(run)),
         )
 
     def _code(self, wish: DrainWish, account: Account) -> ExitCode:
@@ -12441,7 +12600,8 @@ class Drainer:
         if not account.adds_up:
             return ExitCode.FINDINGS
         if not self._left:
-            return ExitCode.DONE
+            unknown = any(each.operations for each in account.runs)
+            return ExitCode.PERSON_NEEDED if unknown else ExitCode.DONE
         if self._stops.count:
             return self._stops.exit_code()
         stuck = any(each.frozen or each.stands == "orphaned" for each in account.runs)
@@ -12542,6 +12702,37 @@ def render_reject(reject: dict[str, Any]) -> str:
         f"  reason    {reject['reason']}\n"
         f"  record    {reject['record']}"
     )
+
+
+def summarise_answered(row: Answered, *, applied: bool) -> dict[str, Any]:
+    """Return an operation of unknown outcome, and what is known of it now, as one document."""
+    operation, told = row.operation, row.told
+    return {
+        "key": operation.key,
+        "run": row.run.id,
+        "job": row.run.job,
+        "commit": operation.number,
+        "claimed_at": operation.claimed_at,
+        "can_look_up": operation.lookup is not None,
+        "outcome": told and told.outcome,
+        "receipt": told and told.receipt and json.loads(told.receipt),
+        "who": told and told.who,
+        "why": (told and told.why) or row.why,
+        "applied": applied and told is not None,
+    }
+
+
+ANSWER_WORDS = {DONE: "done", CONFIRMED: "was done", FREED: "was not done", None: "unknown"}
+
+
+def render_answered(documents: list[dict[str, Any]]) -> str:
+    """Return operations of unknown outcome as a table, and what follows."""
+    rows = [["key", "run", "claimed at", "answer", "why"]]
+    for each in documents:
+        answer = ANSWER_WORDS[each["outcome"]] + " (recorded)" * each["applied"]
+        shown = one_line(each["key"]), moment_text(each["claimed_at"]), one_line(each["why"])
+        rows.append([shown[0], each["run"], shown[1], answer, shown[2]])
+    return render_table(rows)
 
 
 def summarise(
@@ -12675,7 +12866,8 @@ DRAIN_ENDS = {  # exit code of a drain -> what it says
     ExitCode.FINDINGS: "IT DOES NOT ADD UP; what is below is not to be trusted",
     ExitCode.BUSY: "some still run past its deadline; batchrun drain goes on with it, or interrupts"
     " them: batchrun drain --then interrupt",
-    ExitCode.PERSON_NEEDED: "an owner is orphaned, frozen or heeds no stop; a person is needed",
+    ExitCode.PERSON_NEEDED: "a person is needed: an owner is orphaned, frozen or heeds no stop, or"
+    " an operation is unknown",
     ExitCode.STOPPED: "it was stopped; batchrun drain goes on with it",
     ExitCode.INTERRUPTED: "it was stopped by Ctrl-C; batchrun drain goes on with it",
 }
@@ -12739,7 +12931,7 @@ def render_drain(summary: dict[str, Any]) -> str:
                 render_drained(run, ended=summary["exit_code"] is not None)
                 for run in summary["runs"]
             ),
-            f"  operations  {summary['operations']} unaccounted for",
+            f"  operations  {summary['operations']} of unknown outcome",
             f"  starts      {', '.join(starts) or 'none was turned away'}",
             f"  admitted    {', '.join(behind) or 'nothing'} between {between}",
             render_door(is_up=summary["is_up"]),
@@ -12761,6 +12953,9 @@ def render_drained(run: dict[str, Any], *, ended: bool) -> str:
     stuck = run["frozen"] or run["stands"] == "orphaned" or (ended and by)
     todo = f"\n{'':14}to end it: batchrun cancel --kill {run['run']}" * bool(stuck)
     where = f"run {run['run']} at commit {run['number']}, {state_text(run)}"
+    if run["operations"]:
+        find_out = f"{'':14}to find out: batchrun reconcile {run['run']}"
+        todo += f"\n{'':14}operations of unknown outcome: {run['operations']}\n{find_out}"
     return f"  {run['stands']:<11} {run['job']}: {where}{by}{todo}"
 
 
@@ -13659,6 +13854,77 @@ def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) 
     todo = f"\nthe tick goes on with it; at once: batchrun resume {found.id}"
     app.console.result(text + todo, {"run": found.id, "approval": name, "who": who, "why": reason})
     return ExitCode.DONE
+
+
+@command(
+    "Answer and mend",
+    word("run", required=False),
+    word("--lookup", is_flag=True, help="Ask the destinations by the jobs' own lookups."),
+    word("--confirm", multiple=True, metavar="KEY", help="It was done."),
+    word("--receipt", default="", metavar="JSON", help="What the destination gave for it."),
+    word("--absent", multiple=True, metavar="KEY", help="It was not done, and may be called."),
+    word("--why", default="", metavar="TEXT", help="How you know, kept with the answer."),
+    word("--by", default="", metavar="WHO", help="Who decided, if it is not you."),
+    word("--apply", "applies", is_flag=True, help="Record it; without, only show it."),
+    exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND, ExitCode.BUSY],
+)
+def reconcile_command(
+    app: App, *, run: str | None, lookup: bool, applies: bool, **said: Any
+) -> ExitCode:
+    """List operations of unknown outcome, and answer what became of them."""
+    told = told_by(app.who, **said)
+    app.console.tells = not app.console.quiet
+    with app.ledger(write=applies) as ledger:
+        reconciler = Reconciler(app.config, ledger, app.host, app.console.say)
+        found = app.find_run(ledger, run) if run else None
+        rows = by_person(reconciler.unknown(found), said["confirm"], said["absent"], told)
+        for job in sorted({row.run.job for row in rows}) if lookup or applies else ():
+            with reconciler.owning(job, app.who) if applies else contextlib.nullcontext():
+                mine = [row for row in rows if row.run.job == job]
+                asked = [row for row in mine if lookup and row.told is None]
+                answers = reconciler.looked_up(job, asked, settled=applies) if asked else []
+                known = {row.operation.id: row for row in answers}
+                rows = [known.get(row.operation.id, row) for row in rows]
+                for row in (row for row in rows if applies and row.told and row.run.job == job):
+                    ledger.answer(row.operation, cast("Told", row.told), app.who)
+    return show_answered(app, rows, applies=applies)
+
+
+def told_by(
+    user: str, *, confirm: Sequence[str], absent: Sequence[str], receipt: str, why: str, by: str
+) -> Told:
+    """Return what a person says, without saying of which operation; refuse half of an answer."""
+    both = sorted(set(confirm) & set(absent))
+    wrong = {
+        f"{both and both[0]!r} is confirmed and absent.": bool(both),
+        "An answer needs --why.": bool(confirm or absent) and not why.strip(),
+        "--receipt is for one --confirm.": bool(receipt) and len(confirm) != 1,
+    }
+    with contextlib.suppress(ValueError):
+        receipt = receipt and _compact(json.loads(receipt))
+        wrong["--receipt is not JSON."] = False
+    wrong.setdefault("--receipt is not JSON.", bool(receipt))
+    for what in (what for what, is_so in wrong.items() if is_so):
+        todo = 'Write: batchrun reconcile --confirm KEY --receipt \'{"id": 7}\' --why "..." --apply'
+        raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo)
+    return Told(0, None, receipt or None, mask_secrets(by or user), mask_secrets(why))
+
+
+def show_answered(app: App, rows: list[Answered], *, applies: bool) -> ExitCode:
+    """Write what is known of operations; 3 while the outcome of one is unknown."""
+    documents = [summarise_answered(row, applied=applies) for row in rows]
+    left = sum(not each["applied"] for each in documents)
+    text = render_answered(documents) if documents else "no operation is unknown"
+    if any(each["outcome"] and not applies for each in documents):
+        text += "\nnothing is recorded yet: type it again with --apply"
+    elif left:
+        text += (
+            "\nto type: batchrun reconcile --lookup, or --confirm KEY or --absent KEY, and --why"
+        )
+    elif documents:
+        text += "\nthe tick goes on; at once: batchrun resume --all"
+    app.console.result(text, {"operations": documents, "open": left})
+    return ExitCode.FINDINGS if left else ExitCode.DONE
 
 
 @command("Answer and mend", exits=[ExitCode.FINDINGS, ExitCode.PERSON_NEEDED])

@@ -197,7 +197,7 @@ def test_a_drain_stops_what_runs_at_its_next_safe_point_and_proves_it(shop: Proj
         "  unfinished  1 runs = 0 finished + 1 stopped + 0 awaiting + 0 deferred + 0 running"
         " + 0 orphaned\n"
         f"  stopped     sync: run {run} at commit 3, paused (drain)\n"
-        "  operations  0 unaccounted for\n"
+        "  operations  0 of unknown outcome\n"
         "  starts      none was turned away\n"
         f"  admitted    nothing between event {opened} and the drain's end\n"
         f"{STILL_ON}\n"

@@ -26,15 +26,15 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Locks and maintenance": 430,
     "Health": 890,
     "Jobs": 2_670,
-    "Operations": 590,
+    "Operations": 635,
     "Recovery": 655,
     "Worker": 770,
-    "Supervisor": 1_625,
-    "Reports": 445,
-    "Command line": 1_095,
+    "Supervisor": 1_745,
+    "Reports": 480,
+    "Command line": 1_165,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 14_027  # must stay under
+LINES_IN_ALL = 14_293  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

@@ -1,0 +1,225 @@
+"""What became of an operation is found out by a person or a lookup, shown before it is recorded."""
+
+import json
+
+import pytest
+from conftest import Project, clean_environment, wait_for
+
+CONFIG = """\
+min_free = "1MB"
+[defaults]
+batch_size = 3
+settle = "{settle}"
+call_timeout = "10s"
+retry_for = "0"
+[jobs.push]
+"""
+
+# Nine letters are posted; the calls of those that are bad raise. The post office can be asked by
+# two functions of the module, by one that no other process can find, or not at all.
+JOB = """\
+import os
+from functools import partial
+from pathlib import Path
+from batchrun import CannotTell, job
+
+POSTED, BAD = Path("posted.txt"), "{bad}"
+
+def post(key, letter):
+    if letter in "z" + BAD:
+        {before}
+        raise ConnectionError("reset by peer")
+    with POSTED.open("a") as file:
+        print(key, file=file)
+    return {{"number": len(POSTED.read_text().split())}}
+
+def look(key):
+    if Path("closed").exists():
+        raise CannotTell("the office is closed")
+    if Path("deadly").exists():
+        os._exit(3)
+    if Path("broken").exists():
+        raise OSError("no route")
+    keys = POSTED.read_text().split()
+    return {{"number": keys.index(key) + 1}} if key in keys else None
+
+def look_in(office, key):
+    print("noise of the job")
+    assert office == "main"
+    return look(key)
+
+@job
+def push(ctx):
+    for batch in ctx.batches(list("abcdefghi")):
+        key = "letter/{{}}".format
+        ctx.once_each(batch, idempotency_key=key, call=post, lookup={lookup}, workers=2)
+        yield batch
+"""
+POSTS_FIRST = 'POSTED.open("a").write(key + "\\n")'
+
+
+class Post:
+    """A project whose run awaits an answer about the letters d and e, if `bad` names them."""
+
+    def __init__(self, project: Project) -> None:
+        self.project = project
+
+    def write(
+        self, lookup: str, *, bad: str = "d", before: str = "pass", settle: str = "1s"
+    ) -> None:
+        job = JOB.format(lookup=lookup, bad=bad, before=before)
+        self.project.write(CONFIG.format(settle=settle), push=job)
+
+    def begin(self, lookup: str, **how: str) -> str:
+        """Run the job until it awaits an answer; then nothing is bad any more. Return its id."""
+        self.write(lookup, **how)
+        self.project.write_file("posted.txt", "")
+        (self.project.folder / "closed").touch()
+        self.project.run("run", "push")
+        assert self.project.run("resume").code == 13
+        (self.project.folder / "closed").unlink()
+        self.write(lookup, bad="")
+        return str(self.ask("status", "push")["jobs"][0]["run"])
+
+    def ask(self, *words: str) -> dict[str, object]:
+        return dict(json.loads(self.project.run("--json", *words).out))
+
+    def posted(self) -> list[str]:
+        return [key[-1] for key in (self.project.folder / "posted.txt").read_text().split()]
+
+
+@pytest.fixture
+def post(project: Project) -> Post:
+    return Post(project)
+
+
+def test_without_unknown_operations_there_is_nothing_to_do(post: Post) -> None:
+    post.write("look", bad="")
+    post.project.write_file("posted.txt", "")
+    assert post.project.run("run", "push").code == 0
+    ended = post.project.run("reconcile")
+    assert (ended.code, ended.out, ended.err) == (0, "no operation is unknown\n", "")
+
+
+@pytest.mark.parametrize(
+    "lookup", ["None", "look", 'partial(look_in, "main")', "lambda key: look(key)"]
+)
+def test_a_person_s_answer_is_recorded_only_with_apply_and_the_run_goes_on(
+    post: Post, lookup: str
+) -> None:
+    run = post.begin(lookup)
+    before = post.project.run("reconcile", run)
+    assert (before.code, "unknown" in before.out) == (3, True)
+    answer = ("reconcile", run, "--absent", "letter/d", "--why", "I asked them")
+    shown = post.project.run(*answer)
+    assert (shown.code, "was not done" in shown.out) == (3, True)
+    assert "nothing is recorded yet: type it again with --apply" in shown.out
+    assert post.project.run("resume", run).code == 13
+    assert post.project.run(*answer, "--apply").code == 0
+    assert post.project.run("resume", "--all").code == 0
+    assert sorted(post.posted()) == list("abcdefghi")
+
+
+def test_what_a_person_confirms_is_not_called_again_and_its_receipt_is_kept(post: Post) -> None:
+    run = post.begin("None", before=POSTS_FIRST)
+    receipt = ("--receipt", '{"number": 4}')
+    words = ("--confirm", "letter/d", *receipt, "--why", "seen there", "--by", "Ada", "--apply")
+    ended = post.project.run("--json", "reconcile", run, *words)
+    (row,) = json.loads(ended.out)["operations"]
+    told = ("confirmed", {"number": 4}, "Ada", "seen there", True)
+    assert tuple(row[n] for n in ("outcome", "receipt", "who", "why", "applied")) == told
+    assert post.project.run("resume", "--all").code == 0
+    assert sorted(post.posted()) == list("abcdefghi")
+
+
+@pytest.mark.parametrize("lookup", ["look", 'partial(look_in, "main")'])
+def test_lookups_find_what_was_done_and_what_was_not(post: Post, lookup: str) -> None:
+    run = post.begin(lookup, bad="de", before='key[-1] == "d" and ' + POSTS_FIRST)
+    rows = post.ask("reconcile", run, "--lookup")["operations"]
+    assert isinstance(rows, list)
+    assert {row["key"]: row["outcome"] for row in rows} == {
+        "letter/d": "confirmed",
+        "letter/e": "freed",
+    }
+    ended = post.project.run("reconcile", run, "--lookup", "--apply")
+    assert ended.code == 0
+    assert "push: 1 are absent; asked again in 1 s" in ended.err
+    assert post.project.run("resume", "--all").code == 0
+    assert sorted(post.posted()) == list("abcdefghi")
+
+
+@pytest.mark.parametrize(
+    ("lookup", "file", "why"),
+    [
+        ("look", "closed", "cannot tell: CannotTell: the office is closed"),
+        ("look", "broken", "cannot tell: OSError: no route"),
+        ("look", "deadly", "its process ended during the call"),
+        ("lambda key: look(key)", "", "so only the job itself can ask"),
+        ("None", "", "so only the job itself can ask"),
+    ],
+)
+def test_what_nobody_can_tell_stays_unknown_and_says_why(
+    post: Post, lookup: str, file: str, why: str
+) -> None:
+    run = post.begin(lookup)
+    if file:
+        (post.project.folder / file).touch()
+    ended = post.project.run("--json", "reconcile", run, "--lookup", "--apply")
+    (row,) = json.loads(ended.out)["operations"]
+    assert (ended.code, row["outcome"], row["applied"]) == (3, None, False)
+    assert why in row["why"]
+    assert post.project.run("resume", run).code == 13
+
+
+@pytest.mark.parametrize(
+    ("words", "letter"),
+    [
+        (("--confirm", "letter/d"), "An answer needs --why."),
+        (("--absent", "letter/d", "--why", " "), "An answer needs --why."),
+        (
+            ("--absent", "letter/d", "--confirm", "letter/d", "--why", "x"),
+            "'letter/d' is confirmed and absent.",
+        ),
+        (
+            ("--confirm", "letter/d", "--receipt", "{", "--why", "x"),
+            "--receipt is not JSON.",
+        ),
+        (("--receipt", "1", "--why", "x"), "--receipt is for one --confirm."),
+    ],
+)
+def test_half_an_answer_is_refused(post: Post, words: tuple[str, ...], letter: str) -> None:
+    run = post.begin("None")
+    ended = post.project.run("reconcile", run, *words, "--apply")
+    assert (ended.code, ended.err.splitlines()[:2]) == (2, [letter, "Nothing was changed."])
+
+
+def test_an_unknown_key_is_refused(post: Post) -> None:
+    run = post.begin("None")
+    ended = post.project.run("reconcile", run, "--absent", "letter/x", "--why", "x", "--apply")
+    assert ended.code == 4
+    assert "There is no operation of unknown outcome with the key 'letter/x'." in ended.err
+
+
+def test_an_answer_waits_until_nobody_is_at_work(post: Post) -> None:
+    post.write("None", bad="")
+    post.project.write_file("posted.txt", "")
+    env = {**clean_environment(), "BATCHRUN_TEST_POINT": "operation.claimed@3=stop"}
+    running = post.project.start("run", "push", env=env)
+    wait_for(lambda: "letter/" in post.project.run("reconcile").out, "a claim")
+    ended = post.project.run("reconcile", "--absent", "letter/a", "--why", "x", "--apply")
+    assert (ended.code, ended.err.splitlines()[0]) == (
+        11,
+        "push is running, and finds out by itself.",
+    )
+    running.kill()
+
+
+def test_a_drain_ends_with_13_while_an_operation_is_unknown(post: Post) -> None:
+    run = post.begin("None")
+    ended = post.project.run("drain")
+    assert ended.code == 13
+    assert "  operations  1 of unknown outcome\n" in ended.out
+    assert f"to find out: batchrun reconcile {run}" in ended.out
+    words = ("--absent", "letter/d", "--why", "asked", "--apply")
+    assert post.project.run("reconcile", run, *words).code == 0
+    assert post.project.run("drain").code == 0
