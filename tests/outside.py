@@ -5,8 +5,9 @@
         server.effects("shop")  # -> how often each key had its effect
 
 Three kinds of destination, by the path of the request (/SPACE/KIND/KEY): `keys` honours idempotency
-keys; `lookup` repeats an effect that is sent twice, but can be asked; `neither` repeats it and cannot
-tell. A fault is planned for one key of a space (`server.plan`), and happens once.
+keys; `lookup` repeats an effect that is sent twice, but can be asked; `neither` repeats it and
+cannot tell. A fault is planned for one key of a space (`server.plan`), and happens once; an effect
+that is `late` is not seen by so many lookups.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ KINDS = ("keys", "lookup", "neither")
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS effect (id INTEGER PRIMARY KEY, space TEXT, key TEXT, body TEXT,
-  at REAL, visible_at REAL);
+  at REAL, hidden INTEGER);
 CREATE TABLE IF NOT EXISTS fault (space TEXT, key TEXT, name TEXT, detail TEXT, times INTEGER);
 CREATE TABLE IF NOT EXISTS asked (space TEXT, key TEXT, at REAL);
 """
@@ -125,38 +126,42 @@ class Destination(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     store = ""
 
-    def do_PUT(self) -> None:  # noqa: N802 - the name that http.server calls
+    def do_PUT(self) -> None:
         """Have an effect."""
         _, space, kind, key = map(unquote, self.path.split("/"))
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         fault, detail = self._fault(space, key)
-        if fault == "reset before":
-            return self._reset()
-        if fault == "refuse":
-            return self._answer(int(detail), b"refused")
-        if fault == "busy":
-            return self._answer(429, b"later", **{"Retry-After": detail})
+        if fault in ("reset before", "refuse", "busy"):
+            return self._fail(fault, detail)
         if fault == "slow":
             time.sleep(float(detail))
-        visible_after_s = float(detail) if fault == "late" else 0.0
-        receipt = self._effect(space, kind, key, body, visible_after_s)
-        if fault == "reset after":
-            return self._reset()
-        if fault == "hang after":
-            self.connection.recv(1)  # until the caller gives up
-            return None
-        if fault == "error after":
-            return self._answer(500, b"oops")
+        receipt = self._effect(space, kind, key, body, int(detail) if fault == "late" else 0)
+        if fault in ("reset after", "hang after", "error after"):
+            return self._fail(fault, "500")
         return self._answer(200, receipt)
 
-    def do_GET(self) -> None:  # noqa: N802 - likewise
+    def _fail(self, fault: str, detail: str) -> None:
+        """Answer nothing, or an error."""
+        if fault.startswith("reset"):
+            self._reset()
+        elif fault.startswith("hang"):
+            self.connection.recv(1)  # until the caller gives up
+        elif fault == "busy":
+            self._answer(429, b"later", **{"Retry-After": detail})
+        else:
+            self._answer(int(detail), b"an error")
+
+    def do_GET(self) -> None:
         """Tell whether a key had its effect."""
         _, space, kind, key = map(unquote, self.path.split("/"))
         fault, detail = self._fault(space, f"GET {key}")
         with closing(self._open()) as store, store:
             store.execute("INSERT INTO asked VALUES (?, ?, ?)", (space, key, time.monotonic()))
-            sql = "SELECT id FROM effect WHERE space = ? AND key = ? AND visible_at <= ?"
-            found = store.execute(sql, (space, key, time.monotonic())).fetchone()
+            mine = "WHERE space = ? AND key = ?"
+            sql = f"SELECT id FROM effect {mine} AND hidden = 0"
+            found = store.execute(sql, (space, key)).fetchone()
+            sql = f"UPDATE effect SET hidden = hidden - 1 {mine} AND hidden > 0"
+            store.execute(sql, (space, key))
         if fault == "refuse":
             return self._answer(int(detail), b"refused")
         if fault == "nonsense":
@@ -182,15 +187,14 @@ class Destination(BaseHTTPRequestHandler):
             found = store.execute(sql, (space, key)).fetchone()
         return found or ("", "")
 
-    def _effect(self, space: str, kind: str, key: str, body: str, visible_after_s: float) -> bytes:
+    def _effect(self, space: str, kind: str, key: str, body: str, hidden: int) -> bytes:
         with closing(self._open()) as store, store:
             store.execute("BEGIN IMMEDIATE")
             sql = "SELECT id FROM effect WHERE space = ? AND key = ?"
             found = kind == "keys" and store.execute(sql, (space, key)).fetchone()
             if not found:
-                now = time.monotonic()
-                values = (space, key, body, now, now + visible_after_s)
-                columns = "(space, key, body, at, visible_at)"
+                values = (space, key, body, time.monotonic(), hidden)
+                columns = "(space, key, body, at, hidden)"
                 sql = f"INSERT INTO effect {columns} VALUES (?, ?, ?, ?, ?) RETURNING id"
                 found = store.execute(sql, values).fetchone()
         return json.dumps({"id": found[0]}).encode()
