@@ -6633,39 +6633,44 @@ class CleanupStack:
 
     def unwind(self, reason: BaseException | None = None) -> None:
         """Release everything, last in, first out."""
+        alarm = Alarm(self._limit_s)
         while self._entries:
             release = self._entries.pop()
             began, error = self._host.monotonic(), ""
             try:
                 with release.around:
-                    call_within(self._limit_s, functools.partial(release.call, reason))
+                    alarm.call(release.call, reason)
             except BaseException as raised:  # noqa: BLE001 - one failing release must not stop the next
                 error = error_text(raised)
             elapsed_s = round(self._host.monotonic() - began, 6)
             self.releases.append({"name": release.name, "elapsed_s": elapsed_s, "error": error})
 
 
-def call_within(limit_s: float, call: Callable[[], T]) -> T:
-    """Return what a call returns; TimeoutError if that takes longer. In the main thread only."""
-    armed = True
+class Alarm:
+    """Ends calls of the main thread that take too long, one at a time."""
 
-    def ring(*_: object) -> None:
-        nonlocal armed
-        if armed:
-            armed = False
-            raise Overdue
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s, self._armed = limit_s, False
+        signal.signal(signal.SIGALRM, self._ring)
 
-    try:
+    def call(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Return what a call returns; `Overdue` in it, then TimeoutError, if its time is over."""
         try:
-            signal.signal(signal.SIGALRM, ring)
-            signal.setitimer(signal.ITIMER_REAL, limit_s)
-            return call()
+            try:
+                self._armed = True
+                signal.setitimer(signal.ITIMER_REAL, self._limit_s)
+                return call(*arguments)
+            finally:
+                self._armed = False
+        except Overdue:
+            raise TimeoutError(f"did not end within {self._limit_s:g} s") from None
         finally:
-            armed = False
-    except Overdue:
-        raise TimeoutError(f"did not end within {limit_s:g} s") from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _ring(self, *_: object) -> None:
+        if self._armed:
+            self._armed = False
+            raise Overdue
 
 
 def require_recordable(
@@ -8966,9 +8971,10 @@ class Crew:
         self._call, self._point = call, point
         self._interval_s = interval_of(how.rate)
         self._room = how.workers if self._interval_s else sys.maxsize
-        self._work: Any = queue.SimpleQueue()
-        self._ended: Any = queue.SimpleQueue()
-        self._none_ended = queue.Empty
+        # threads sleep on the first bell, the main thread on the second; a ring says: look
+        self._bells: list[Any] = [queue.SimpleQueue(), queue.SimpleQueue()]
+        self._given, self._back = deque[Claim](), deque[Claim]()
+        self._silence = queue.Empty
         self._threads = how.workers if how.workers > 1 else 0
         self._looked_at = 0.0
         self.ready: deque[Claim] = deque()
@@ -8982,18 +8988,26 @@ class Crew:
 
             for _ in range(self._threads):
                 threading.Thread(target=self._labour, daemon=True).start()
+        else:
+            self._alarm = Alarm(self._limit_s)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Let the threads end."""
         for _thread in range(self._threads):
-            self._work.put(None)
+            self._bells[0].put(None)
 
     def _labour(self) -> None:
-        while (claim := self._work.get()) is not None:
-            if not self.halted:
-                self._make(claim)
-            self._ended.put(claim)
+        given, back, (work, ended) = self._given, self._back, self._bells
+        while work.get():
+            with contextlib.suppress(IndexError):  # until nothing is left
+                while True:
+                    claim = given.popleft()
+                    if not self.halted:
+                        self._make(claim)
+                    back.append(claim)
+                    if ended.empty():
+                        ended.put(1)
 
     def _make(self, claim: Claim) -> None:
         claim.began = self._host.monotonic()
@@ -9003,14 +9017,24 @@ class Crew:
             claim.error = error
         reach(self._point, claim.id)
 
-    def _make_here(self, claim: Claim) -> None:
-        """Make a call in the main thread, within its time limit."""
-        try:
-            call_within(self._limit_s, functools.partial(self._make, claim))
-        except TimeoutError:
-            claim.error = self._late(claim)
-        if isinstance(claim.error, Overdue):
-            claim.error = self._late(claim)
+    def _make_here(self) -> list[Claim]:
+        """Make calls in the main thread for a moment, each within its time limit."""
+        began, made = self._host.monotonic(), list[Claim]()
+        while self.out and (not made or self._host.monotonic() - began < TICK_S / 10):
+            claim = self._given.popleft()
+            del self.out[claim.key]
+            made.append(claim)
+            if self.halted:
+                continue
+            try:
+                self._alarm.call(self._make, claim)
+            except TimeoutError:
+                claim.error = Overdue()
+            if isinstance(claim.error, Overdue):
+                claim.error = self._late(claim)
+            if claim.error is not None:
+                break
+        return made
 
     def turn(self) -> list[Claim]:
         """Begin what is due, wait for a moment, and return what has ended or may not begin."""
@@ -9020,13 +9044,15 @@ class Crew:
             back = list(self.ready)
             self.ready.clear()
             return back or self._landed(TICK_S)
-        now = self._host.monotonic()
+        now, before = self._host.monotonic(), len(self.out)
         while self.ready and len(self.out) < self._room and now >= self.due:
             claim = self.ready.popleft()
             self.out[claim.key] = claim
-            self._work.put(claim)
+            self._given.append(claim)
             if self._interval_s:
                 self.due = max(now, self.due) + self._interval_s
+        for _ in range(min(self._threads, len(self.out) - before)):
+            self._bells[0].put(1)
         left_s = self.due - now if self.ready and len(self.out) < self._room else TICK_S
         return self._landed(min(left_s, TICK_S))
 
@@ -9036,16 +9062,10 @@ class Crew:
             self._host.sleep(wait_s)
             return []
         if not self._threads:
-            claim = self._work.get()
-            del self.out[claim.key]
-            if not self.halted:
-                self._make_here(claim)
-            return [claim]
-        back: list[Claim] = []
-        with contextlib.suppress(self._none_ended):
-            back.append(self._ended.get(timeout=wait_s))
-            while True:
-                back.append(self._ended.get_nowait())
+            return self._make_here()
+        with contextlib.suppress(self._silence):
+            self._bells[1].get(timeout=wait_s)
+        back = [self._back.popleft() for _ in range(len(self._back))]
         return [claim for claim in back if self.out.pop(claim.key, None)] + self._overdue()
 
     def _overdue(self) -> list[Claim]:
@@ -9297,7 +9317,6 @@ class Effects:
     def __init__(self, of: Operations, number: int, how: How, todo: deque[Claim]) -> None:
         self._of, self._todo, self._how = of, todo, how
         options, call = of._options, how.call
-        self._retry_for_s = options.retry_for_s
         name = recorded_lookup(how.lookup) if how.lookup else None
         self._of_all = {"number": number, "lookup": name, "irreversible": int(how.irreversible)}
         made = (of._host, of._driver, how, options.call_timeout_s)
@@ -9331,9 +9350,9 @@ class Effects:
     def _turn(self) -> None:
         """Tell what ended, and claim the next slice, in one transaction."""
         now = self._of._host.monotonic()
-        if self._told and now - self._turned_at < SLICE_S:
-            self._size = min(2 * self._size, self._most)
-        if self._told:
+        if len(self._told) >= self._size:  # a whole slice has ended
+            if now - self._turned_at < SLICE_S:
+                self._size = min(2 * self._size, self._most)
             self._turned_at = now
         room = 0 if self._crew.halted or self._claimed > self._size else self._size
         claims = [self._todo.popleft() for _ in range(min(room, len(self._todo)))]
@@ -9353,6 +9372,7 @@ class Effects:
             return
         self._of._driver.pass_gate()
         self._of._wait_until(self._waits_until)
+        self._todo = deque(sorted(self._todo, key=lambda claim: claim.id or sys.maxsize))
         self._crew.halted = False
 
     def _take(self, claim: Claim) -> None:
@@ -9376,10 +9396,11 @@ class Effects:
             self._told.append(Told(claim.id, None, why=why))
             self._end(error)
             return
-        now, wait_s = of._host.monotonic(), retry_after_s(error, of._host.now())
+        now, asked_s = of._host.monotonic(), retry_after_s(error, of._host.now())
         claim.since = claim.since or now
-        if wait_s is not None and now + wait_s <= claim.since + self._retry_for_s:
-            self._waits_until = max(self._waits_until, now + wait_s)
+        waits_until = now + max(asked_s or 0.0, of._options.retry_first_wait_s)
+        if asked_s is not None and waits_until <= claim.since + of._options.retry_for_s:
+            self._waits_until = max(self._waits_until, waits_until)
             self._crew.halted = True
             self._again(claim, why)
             return
@@ -9392,7 +9413,7 @@ class Effects:
         """Free a claim that was surely not done, and let it be claimed anew."""
         self._told.append(Told(claim.id, FREED, who="worker", why=why))
         claim.began, claim.error = 0.0, None
-        self._todo.appendleft(claim)
+        self._todo.append(claim)
 
     def _end(self, error: BaseException) -> None:
         """Let no call begin any more; when all are back, the error ends the attempt."""
@@ -9437,11 +9458,11 @@ def lookup_main() -> None:
     config = load_config(Path(path))
     os.chdir(config.folder)
     load_job(config.job(job))
+    alarm = Alarm(config.job(job).call_timeout_s)
     for key, recorded in questions:
         outcome, receipt, why = None, None, ""
         try:
-            call = functools.partial(called_lookup, recorded, key)
-            if (found := call_within(config.job(job).call_timeout_s, call)) is None:
+            if (found := alarm.call(called_lookup, recorded, key)) is None:
                 outcome = FREED
             else:
                 outcome, receipt = CONFIRMED, _compact(found)
@@ -9460,7 +9481,7 @@ def reconcile_line(run: Run) -> str:
 
 def unknown_text(unknown: Sequence[Operation]) -> str:
     """Return which operations nobody knows the outcome of."""
-    first, more = unknown[0], f" {len(unknown) - 1:,} more are unknown." * (len(unknown) > 1)
+    first, more = unknown[0], f" It is one of {len(unknown):,}." * (len(unknown) > 1)
     cut = first.why or "Its process ended before the outcome was recorded."
     what = f"Whether the operation {first.key!r} was done is unknown; claimed {first.claimed_at}."
     return f"{what}{more}\n{cut}"

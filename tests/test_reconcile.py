@@ -1,6 +1,7 @@
 """What became of an operation is found out by a person or a lookup, shown before it is recorded."""
 
 import json
+from typing import Any
 
 import pytest
 from conftest import Project, clean_environment, wait_for
@@ -81,7 +82,7 @@ class Post:
         self.write(lookup, bad="")
         return str(self.ask("status", "push")["jobs"][0]["run"])
 
-    def ask(self, *words: str) -> dict[str, object]:
+    def ask(self, *words: str) -> dict[str, Any]:
         return dict(json.loads(self.project.run("--json", *words).out))
 
     def posted(self) -> list[str]:
@@ -136,7 +137,6 @@ def test_what_a_person_confirms_is_not_called_again_and_its_receipt_is_kept(post
 def test_lookups_find_what_was_done_and_what_was_not(post: Post, lookup: str) -> None:
     run = post.begin(lookup, bad="de", before='key[-1] == "d" and ' + POSTS_FIRST)
     rows = post.ask("reconcile", run, "--lookup")["operations"]
-    assert isinstance(rows, list)
     assert {row["key"]: row["outcome"] for row in rows} == {
         "letter/d": "confirmed",
         "letter/e": "freed",

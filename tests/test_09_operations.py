@@ -1,0 +1,709 @@
+"""Operations: effects in the outside world happen once, whatever is killed when."""
+
+import json
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import apsw
+import pytest
+from conftest import Project, wait_for
+from outside import CLIENT, KINDS, Outside, outside
+from test_crash_table import Nursery, nursery
+
+from batchrun import (
+    CONFIRMED,
+    FREED,
+    Busy,
+    Host,
+    IllegalTransition,
+    JobError,
+    Ledger,
+    LostOwnership,
+    Operation,
+    Told,
+    digest_of,
+    interval_of,
+    open_ledger,
+    recorded_lookup,
+    retry_after_s,
+)
+
+CONFIG = """\
+min_free = "1MB"
+[defaults]
+retry_for = "{retry_for}"
+on_exhausted = "pause"
+batch_size = 6
+settle = "{settle}"
+call_timeout = "{call_timeout}"
+retry_first_wait = "10ms"
+[jobs.push]
+"""
+
+JOB = """
+from dataclasses import dataclass
+from batchrun import CannotTell, job
+
+
+@dataclass(frozen=True)
+class Settings:
+    url: str
+    kind: str
+    records: int = 12
+    each: bool = True
+    workers: int = 3
+    rate: str = "none"
+    on_error: str = "raise"
+    timeout_s: float = 5.0
+    revision: int = 0
+
+
+def not_done(error):
+    return getattr(error, "status", 0) in (422, 429)
+
+
+@job(settings=Settings, not_done=not_done)
+def push(ctx):
+    s = ctx.settings
+
+    def call(key, record):
+        return send(s.url, "PUT", key, {"record": record}, s.timeout_s)
+
+    def lookup(key):
+        try:
+            return send(s.url, "GET", key)
+        except Answered as answered:
+            if answered.status == 501:
+                raise CannotTell from None
+            raise
+
+    ask = None if s.kind == "neither" else lookup
+    for batch in ctx.batches(list(range(s.records)), name="main"):
+        if s.each:
+            done = ctx.once_each(
+                batch,
+                idempotency_key=lambda record: f"push/{record}",
+                call=call,
+                lookup=ask,
+                workers=s.workers,
+                rate=None if s.rate == "none" else s.rate,
+                on_error=s.on_error,
+            )
+            print("pairs", json.dumps(done), flush=True)
+        else:
+            for record in batch:
+                ctx.once(f"push/{record}", call, record, lookup=ask)
+        yield batch
+"""
+
+
+class Shop:
+    """A project with the job `push`, and the destination that it pushes to."""
+
+    def __init__(self, folder: Path, server: Outside, kind: str, **settings: object) -> None:
+        self.folder, self.server, self.kind, self.space = folder, server, kind, folder.parent.name
+        self.options = {"retry_for": "0", "settle": "0", "call_timeout": "10s"}
+        self.options |= {n: str(settings.pop(n)) for n in list(settings) if n in self.options}
+        self.settings = {"url": server.of(self.space, kind), "kind": kind, **settings}
+        self.write(CLIENT + JOB)
+
+    def write(self, job: str) -> None:
+        """Write the project's files."""
+        (self.folder / "jobs").mkdir(mode=0o700, exist_ok=True, parents=True)
+        self.folder.chmod(0o700)
+        config = CONFIG.format(**self.options)
+        config += "".join(f"{name} = {json.dumps(v)}\n" for name, v in self.settings.items())
+        for name, text in (("batchrun.toml", config), ("jobs/push.py", job)):
+            (self.folder / name).write_text(text)
+            (self.folder / name).chmod(0o600)
+
+    @property
+    def effects(self) -> dict[str, int]:
+        return self.server.effects(self.space)
+
+    def ledger(self) -> Ledger:
+        return open_ledger(self.folder / "state" / "ledger.db", Host(), create=False)
+
+    def operations(self) -> dict[str, Operation]:
+        with closing(self.ledger()) as ledger:
+            return ledger.operations_with("push", [f"push/{n}" for n in range(5000)])
+
+    def open(self) -> list[str]:
+        return [key for key, row in self.operations().items() if row.outcome is None]
+
+    def latest(self) -> Any:  # noqa: ANN401 - a Run
+        with closing(self.ledger()) as ledger:
+            return ledger.latest("push")
+
+    def answer(self) -> None:
+        """Say as a person, of all that is unknown, what the destination has seen."""
+        with closing(self.ledger()) as ledger:
+            run = ledger.latest("push")
+            assert run is not None
+            for row in ledger.open_operations(run):
+                done = row.key in self.effects
+                outcome, receipt = (CONFIRMED, '{"by": "hand"}') if done else (FREED, None)
+                ledger.answer(row, Told(row.id, outcome, receipt, "ann", "looked"), "ann")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
+    """A destination for all tests of this file that run in this process."""
+    with outside(tmp_path_factory.mktemp("outside")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def nurse() -> Iterator[Nursery]:
+    """What starts batchrun quickly."""
+    with nursery() as started:
+        yield started
+
+
+# --- kills at every named point -------------------------------------------------------------------
+
+POINTS = (
+    "operation.claiming",
+    "operation.claimed",
+    "operation.called",
+    "operation.settling",
+    "operation.settled",
+    "commit.begun",
+    "ledger.commit",
+)
+KILLED = -signal.SIGKILL
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["once", "once_each"])
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kill_at_any_point_repeats_no_effect_and_forgets_none(
+    nurse: Nursery, server: Outside, tmp_path: Path, kind: str, point: str, *, each: bool
+) -> None:
+    shop = Shop(tmp_path / "shop", server, kind, each=each)
+    nurse.run(shop.folder, ["run", "push"], f"{point}=kill")
+    require_named(shop)
+    nurse.run(shop.folder, ["resume"], f"{point}=kill-both")
+    require_named(shop)
+    if shop.latest().state != "succeeded":
+        code = nurse.run(shop.folder, ["resume"])
+        if kind == "neither" and code == 13:
+            require_named(shop)
+            shop.answer()
+            code = nurse.run(shop.folder, ["resume"])
+        assert code == 0, (shop.folder / "output.txt").read_text()
+    assert shop.effects == {f"push/{n}": 1 for n in range(12)}
+    assert {row.outcome for row in shop.operations().values()} <= {"done", "confirmed"}
+    run = shop.latest()
+    assert (run.state, run.read) == ("succeeded", 12)
+    assert sum(run.counts.values()) == 12
+
+
+def require_named(shop: Shop) -> None:
+    """No effect happened twice, and each one has a row; it is named if it has no outcome."""
+    operations = shop.operations()
+    assert max(shop.effects.values(), default=1) == 1
+    assert set(shop.effects) <= set(operations)
+    unknown = [key for key, row in operations.items() if row.outcome is None]
+    run = shop.latest()
+    if run.state == "awaiting" and unknown:
+        said = (shop.folder / "output.txt").read_text()
+        assert f"Whether the operation '{unknown[0]}' was done is unknown; claimed" in said
+        assert f"batchrun reconcile {run.id}" in said
+
+
+# --- a key means once ever ------------------------------------------------------------------------
+
+
+def said(shop: Shop) -> str:
+    return (shop.folder / "output.txt").read_text()
+
+
+def run(nurse: Nursery, shop: Shop, *words: str, point: str = "") -> int:
+    """Run batchrun; what it says replaces what was said before."""
+    (shop.folder / "output.txt").write_text("")
+    return nurse.run(shop.folder, list(words), point)
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["once", "once_each"])
+def test_a_later_run_calls_no_recorded_key_and_names_the_first_once(
+    nurse: Nursery, server: Outside, tmp_path: Path, *, each: bool
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "lookup", each=each)
+    assert run(nurse, shop, "run", "push") == 0
+    first = shop.latest()
+    assert run(nurse, shop, "-v", "run", "push", "--set", "records=14") == 0
+    assert shop.effects == {f"push/{n}": 1 for n in range(14)}
+    second = shop.latest()
+    assert (first.counts, second.counts) == ({"called": 12}, {"already done": 12, "called": 2})
+    (told,) = re.findall(r"operations were recorded before.*", said(shop))
+    what = "operations were recorded before and are not called again; the first is 'push/0'"
+    assert told == f"{what}, of run {first.id}, {shop.operations()['push/0'].claimed_at}"
+
+
+def test_a_key_that_was_claimed_for_other_arguments_is_refused(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "keys", records=3)
+    assert run(nurse, shop, "run", "push") == 0
+    first = shop.latest()
+    shop.write((CLIENT + JOB).replace("list(range(s.records))", "[0, 5, 2]"))
+    shop.write((CLIENT + JOB).replace('f"push/{record}"', '"push/0"'))
+    assert run(nurse, shop, "run", "push") == 13
+    assert "The idempotency key 'push/0' was used for other arguments." in said(shop)
+    assert "Two records of this batch have it" in said(shop)
+    shop.write((CLIENT + JOB).replace('f"push/{record}"', 'f"push/{(record + 1) % 3}"'))
+    assert run(nurse, shop, "run", "push") == 13
+    assert re.search(r"It was claimed at 20\S+Z by run " + first.id, said(shop))
+    assert shop.effects == {f"push/{n}": 1 for n in range(3)}
+
+
+def test_a_key_twice_in_a_batch_is_called_once_and_both_get_its_receipt(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "lookup")
+    shop.write((CLIENT + JOB).replace("list(range(s.records))", "[7, 8, 7]"))
+    assert run(nurse, shop, "run", "push") == 0
+    assert shop.effects == {"push/7": 1, "push/8": 1}
+    assert shop.latest().counts == {"called": 2, "already done": 1}
+    (log,) = (shop.folder / "state/logs/push").iterdir()
+    pairs = json.loads(log.read_text().partition("pairs ")[2].splitlines()[0])
+    assert [record for record, _ in pairs] == [7, 8, 7]
+    assert pairs[0][1] == pairs[2][1] != pairs[1][1]
+
+
+@pytest.mark.parametrize(
+    ("broken", "complaint"),
+    [
+        (('f"push/{record}"', '""'), "An operation cannot have the key ''."),
+        (('f"push/{record}"', '"a\\nb"'), "An operation cannot have the key 'a\\nb'."),
+        (('f"push/{record}"', '"x" * 513'), "An operation cannot have the key 'xxx"),
+        (('f"push/{record}"', "record"), "An operation cannot have the key 0."),
+        (('"none" else s.rate', '"none" else "fast"'), "cannot go on at the rate 'fast'"),
+    ],
+)
+def test_what_cannot_be_an_operation_is_refused_before_any_call(
+    nurse: Nursery, server: Outside, tmp_path: Path, broken: tuple[str, str], complaint: str
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "keys", rate="1000/s")
+    assert broken[0] in JOB
+    shop.write((CLIENT + JOB).replace(*broken))
+    assert run(nurse, shop, "run", "push") == 1
+    assert complaint in said(shop)
+    assert shop.effects == {}
+
+
+def test_a_receipt_that_is_not_json_is_told_after_the_call_was_recorded(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "lookup", records=3)
+    shop.write(
+        (CLIENT + JOB)
+        .replace('return send(s.url, "PUT"', 'return {1: 2} and send(s.url, "PUT"')
+        .replace("s.timeout_s)\n", "s.timeout_s) and {1, 2}\n", 1)
+    )
+    assert run(nurse, shop, "run", "push") == 1
+    assert re.search(
+        r"The operation 'push/\d' was done, but its receipt is not JSON: {1, 2}.", said(shop)
+    )
+    assert {shop.operations()[key].outcome for key in shop.effects} == {"done"}
+    assert shop.open() == []
+
+
+def test_a_call_may_not_use_the_context(nurse: Nursery, server: Outside, tmp_path: Path) -> None:
+    for workers in (1, 3):
+        shop = Shop(tmp_path / f"shop{workers}" / "shop", server, "keys", workers=workers)
+        nested = 'ctx.once("inner", lambda key: None); return send(s.url, "PUT"'
+        shop.write((CLIENT + JOB).replace('return send(s.url, "PUT"', nested))
+        assert run(nurse, shop, "run", "push") == 1
+        assert "The call of an operation used the job's context." in said(shop)
+        assert "inner" not in shop.operations()
+
+
+def test_equal_arguments_have_equal_digests_whatever_their_order_and_process() -> None:
+    moment = datetime(2026, 1, 31, 12, tzinfo=UTC)
+    rich = {"b": Decimal("1.50"), "a": [date(2026, 1, 31), moment, UUID(int=7), b"\0", (1, 2.5)]}
+    assert digest_of("k", (rich,)) == digest_of("k", (dict(reversed(rich.items())),))
+    assert digest_of("k", ("x", 1)).hex().startswith("38e37cb9")
+    others: list[Any] = [1, 1.0, "1", Decimal(1), True, None, [1], {"a": 1}, b"1"]
+    assert len({digest_of("k", (other,)) for other in others}) == len(others)
+
+
+@pytest.mark.parametrize(
+    ("argument", "why"),
+    [
+        (object(), "a object is among them"),
+        ([{1, 2}], "a set is among them"),
+        (float("nan"), "Out of range float values are not JSON compliant"),
+        (lambda: None, "a function is among them"),
+    ],
+)
+def test_arguments_that_have_no_digest_are_refused(argument: object, why: str) -> None:
+    with pytest.raises(JobError) as refused:
+        digest_of("k", (argument,))
+    assert refused.value.what == f"The arguments of operation 'k' have no digest: {why}."
+
+
+def test_a_lookup_is_recorded_if_another_process_can_call_it() -> None:
+    def recorded(lookup: object) -> object:
+        return json.loads(recorded_lookup(lookup) or "null")
+
+    given = partial(wait_for, 1, text="y")  # type: ignore[arg-type, call-arg]
+    assert recorded(wait_for) == ["conftest:wait_for", [], {}]
+    assert recorded(given) == ["conftest:wait_for", [1], {"text": "y"}]
+    for other in (lambda key: key, Shop.answer, partial(print, Shop)):
+        assert recorded(other) is None
+
+
+# --- what goes wrong outside ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "detail"),
+    [("hang after", ""), ("reset before", ""), ("reset after", ""), ("error after", "")],
+)
+@pytest.mark.parametrize("each", [False, True], ids=["once", "once_each"])
+def test_a_fault_of_the_destination_is_looked_up_and_nothing_is_repeated(
+    nurse: Nursery, server: Outside, tmp_path: Path, fault: str, detail: str, *, each: bool
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "lookup", each=each, timeout_s=0.3, retry_for="30s")
+    server.plan(shop.space, "push/3", fault, detail)
+    assert run(nurse, shop, "run", "push") == 0, said(shop)
+    assert shop.effects == {f"push/{n}": 1 for n in range(12)}
+    assert server.lookups(shop.space) == {"push/3": 1}
+    expected = {"called": 12} if fault == "reset before" else {"called": 11, "confirmed": 1}
+    assert shop.latest().counts == expected
+    assert len(shop_attempts(shop)) == 2
+
+
+def shop_attempts(shop: Shop) -> list[Any]:
+    with closing(shop.ledger()) as ledger:
+        return ledger.attempts(shop.latest())
+
+
+def test_a_wait_that_is_asked_for_halts_all_calls_and_ends_no_attempt(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "lookup", records=6, workers=1, retry_for="30s")
+    server.plan(shop.space, "push/2", "busy", "1", times=2)
+    began = time.monotonic()
+    assert run(nurse, shop, "run", "push") == 0, said(shop)
+    assert time.monotonic() - began > 2
+    assert shop.effects == {f"push/{n}": 1 for n in range(6)}
+    times = server.times(shop.space)
+    assert max(after - before for before, after in pairwise(times)) > 1.9
+    assert len(shop_attempts(shop)) == 1
+    assert server.lookups(shop.space) == {}
+
+
+def test_a_longer_wait_than_retry_for_is_an_error_like_any_other(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "lookup", retry_for="10s")
+    server.plan(shop.space, "push/2", "busy", "3600")
+    assert run(nurse, shop, "run", "push") == 0, said(shop)
+    assert [each.ending for each in shop_attempts(shop)] == ["raised", "succeeded"]
+    assert shop.effects == {f"push/{n}": 1 for n in range(12)}
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["once", "once_each"])
+def test_what_the_destination_refuses_ends_the_attempt_and_may_be_claimed_again(
+    nurse: Nursery, server: Outside, tmp_path: Path, *, each: bool
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "neither", each=each)
+    server.plan(shop.space, "push/3", "refuse", "422")
+    assert run(nurse, shop, "run", "push") == 13
+    assert "The job raised Answered: HTTP 422 in batch 1." in said(shop)
+    row = shop.operations()["push/3"]
+    assert (row.outcome, row.who, row.why) == ("freed", "worker", "Answered: HTTP 422")
+    assert shop.open() == []
+    assert run(nurse, shop, "resume") == 0
+    assert shop.effects == {f"push/{n}": 1 for n in range(12)}
+
+
+def test_a_record_that_the_destination_refuses_can_be_rejected(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "neither", on_error="reject", max_rejects=1)
+    server.plan(shop.space, "push/3", "refuse", "422")
+    assert run(nurse, shop, "run", "push") == 10, said(shop)
+    assert shop.effects == {f"push/{n}": 1 for n in range(12) if n != 3}
+    ended = shop.latest()
+    assert (ended.read, ended.rejected, ended.counts) == (12, 1, {"called": 11})
+
+
+def test_an_unknown_outcome_is_never_a_reject(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "neither", on_error="reject", max_rejects=9)
+    server.plan(shop.space, "push/3", "error after")
+    assert run(nurse, shop, "run", "push") == 13
+    assert shop.open() == ["push/3"]
+    assert shop.latest().rejected == 0
+
+
+@pytest.mark.parametrize("fault", [("nonsense", ""), ("refuse", "503")])
+def test_a_lookup_that_fails_is_an_error_of_the_job_and_is_asked_again(
+    nurse: Nursery, server: Outside, tmp_path: Path, fault: tuple[str, str]
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "lookup", retry_for="30s")
+    server.plan(shop.space, "push/3", "reset after")
+    server.plan(shop.space, "GET push/3", *fault)
+    assert run(nurse, shop, "run", "push") == 0, said(shop)
+    assert shop.effects == {f"push/{n}": 1 for n in range(12)}
+    assert [each.ending for each in shop_attempts(shop)] == ["raised", "raised", "succeeded"]
+
+
+def test_absent_is_not_believed_before_settle_has_passed(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "lookup", settle="2s")
+    server.plan(shop.space, "push/3", "late", "1")
+    assert run(nurse, shop, "run", "push", point="operation.called@4=kill") == 13
+    assert run(nurse, shop, "resume") == 0, said(shop)
+    assert shop.effects == {f"push/{n}": 1 for n in range(12)}
+    assert server.lookups(shop.space)["push/3"] == 2
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_call_over_its_time_limit_ends_the_attempt_and_stays_unknown(
+    nurse: Nursery, server: Outside, tmp_path: Path, workers: int
+) -> None:
+    shop = Shop(
+        tmp_path / "shop", server, "neither", workers=workers, timeout_s=60, call_timeout="500ms"
+    )
+    server.plan(shop.space, "push/1", "hang after")
+    assert run(nurse, shop, "run", "push") == 13
+    words = "The job raised TimeoutError: operation 'push/1' did not end within 0.5 s in batch 1."
+    assert words in said(shop)
+    assert shop.open() == ["push/1"]
+    done = {key for key, row in shop.operations().items() if row.outcome == "done"}
+    assert done == set(shop.effects) - {"push/1"}
+
+
+# --- what nobody can tell -------------------------------------------------------------------------
+
+
+def unknown_shop(nurse: Nursery, server: Outside, folder: Path) -> Shop:
+    """A shop whose run awaits an answer: one effect happened, one did not, and nobody can tell."""
+    shop = Shop(folder / "shop", server, "neither", records=6, workers=2)
+    server.plan(shop.space, "push/1", "error after")
+    server.plan(shop.space, "push/0", "reset before")
+    assert run(nurse, shop, "run", "push") == 13
+    assert run(nurse, shop, "resume") == 13
+    return shop
+
+
+def test_a_run_awaits_a_person_who_answers_and_then_the_tick_goes_on(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = unknown_shop(nurse, server, tmp_path)
+    stands = shop.latest()
+    assert (stands.state, stands.reason) == ("awaiting", "operation")
+    claimed = shop.operations()["push/0"].claimed_at
+    why = f"Whether the operation 'push/0' was done is unknown; claimed {claimed}. It is one of 2."
+    reconcile = f"batchrun reconcile {stands.id}"
+    assert why in said(shop)
+    assert f"  {reconcile} --confirm push/0 " in said(shop)
+    assert f"  {reconcile} --absent push/0 " in said(shop)
+    assert run(nurse, shop, "status", "push") == 3
+    assert why in said(shop)
+    assert reconcile in said(shop)
+    assert run(nurse, shop, "resume", "--all") == 0
+    assert run(nurse, shop, "run", "push") == 13
+    assert f"Run {stands.id} of push waits for an answer." in said(shop)
+    assert shop.effects == {"push/1": 1}
+    shop.answer()
+    assert run(nurse, shop, "status", "push") == 0, said(shop)
+    assert "All its operations have their outcome." in said(shop)
+    assert run(nurse, shop, "resume", "--all") == 0
+    assert shop.effects == {f"push/{n}": 1 for n in range(6)}
+    assert shop.latest().counts == {"called": 5, "confirmed": 1}
+
+
+def test_neither_a_fresh_start_nor_a_cancel_forgets_what_is_unknown(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = unknown_shop(nurse, server, tmp_path)
+    old = shop.latest()
+    assert run(nurse, shop, "run", "push", "--fresh") == 13
+    assert f"Run {old.id} of push has unknown operations, which no fresh start forgets." in said(
+        shop
+    )
+    assert shop.latest() == old
+    assert run(nurse, shop, "cancel", old.id) == 0
+    assert shop.open() == ["push/0", "push/1"]
+    assert run(nurse, shop, "run", "push") == 13  # the new run answers for them now
+    new = shop.latest()
+    with closing(shop.ledger()) as ledger:
+        assert len(ledger.open_operations(new)) == 2
+        assert [(of.id, n) for of, n in ledger.runs_with_open_operations()] == [(new.id, 2)]
+    shop.answer()
+    assert run(nurse, shop, "resume") == 0
+    assert shop.effects == {f"push/{n}": 1 for n in range(6)}
+
+
+def test_a_run_does_not_end_with_an_unknown_operation_that_it_never_met_again(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "lookup", records=6)
+    assert run(nurse, shop, "run", "push", point="operation.called@2=kill") == 13
+    shop.write((CLIENT + JOB).replace('f"push/{record}"', 'f"other/{record}"'))
+    assert run(nurse, shop, "resume") == 13
+    assert shop.latest().state == "awaiting"
+    assert shop.latest().read == 6
+    shop.answer()
+    assert run(nurse, shop, "resume") == 0
+
+
+# --- a place to stop ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stops", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM]])
+def test_a_stop_begins_no_call_records_those_in_flight_and_leaves_nothing_unknown(
+    project: Project, server: Outside, stops: list[signal.Signals]
+) -> None:
+    shop = Shop(project.folder, server, "neither", records=200, workers=4, rate="50/s")
+    shop.options["call_timeout"] = "5s"
+    shop.write((CLIENT + JOB).replace('name="main"', 'name="main", size=200'))
+    process = project.start("run", "push")
+    wait_for(lambda: len(shop.effects) > 8, "some calls")
+    for number, stop in enumerate(stops):
+        if number:
+            time.sleep(1.2)  # a second stop that comes sooner is the same one
+        process.send_signal(stop)
+    ended = project.finish(process)
+    assert ended.code == 75, ended.err
+    assert shop.open() == []
+    assert len(shop.effects) < 200
+    done = {key for key, row in shop.operations().items() if row.outcome == "done"}
+    assert done == set(shop.effects)
+    assert project.run("resume", "--set", "rate=none").code in (0, 2, 13)
+
+
+def test_calls_begin_evenly_at_the_rate(nurse: Nursery, server: Outside, tmp_path: Path) -> None:
+    shop = Shop(tmp_path / "shop", server, "keys", records=12, rate="20/s")
+    assert run(nurse, shop, "run", "push") == 0
+    times = server.times(shop.space)
+    gaps = [after - before for before, after in pairwise(times[:6])]
+    assert 0.045 < sum(gaps) / len(gaps) < 0.2
+    assert times[5] - times[0] > 0.2
+
+
+def test_a_kill_in_a_slow_batch_leaves_at_most_two_slices_unknown(
+    project: Project, server: Outside
+) -> None:
+    shop = Shop(project.folder, server, "neither", records=5000, workers=8, rate="20/s")
+    shop.write((CLIENT + JOB).replace('name="main"', 'name="main", size=5000'))
+    project.start("run", "push")
+    wait_for(lambda: len(shop.effects) > 30, "some calls")
+    project.kill_all()
+    opened = shop.open()
+    assert 0 < len(opened) <= 16  # two slices of as many as there are workers
+    assert set(shop.effects) <= set(shop.operations())
+
+
+@pytest.mark.parametrize(
+    ("rate", "seconds"), [("20/s", 0.05), ("100/m", 0.6), ("3600/h", 1.0), ("0.5/s", 2.0)]
+)
+def test_a_rate_is_how_many_calls_begin_in_a_time(rate: str, seconds: float) -> None:
+    assert interval_of(rate) == pytest.approx(seconds)
+    assert interval_of(None) == 0
+
+
+@pytest.mark.parametrize("rate", ["", "20", "0/s", "20/d", "-1/s", "20 /s"])
+def test_a_rate_of_another_form_is_refused(rate: str) -> None:
+    with pytest.raises(JobError, match="cannot go on at the rate"):
+        interval_of(rate)
+
+
+class Refused(Exception):
+    """An error as HTTP libraries raise it."""
+
+    def __init__(self, **facts: object) -> None:
+        super().__init__()
+        vars(self).update(facts)
+
+
+@pytest.mark.parametrize(
+    ("error", "wait_s"),
+    [
+        (Refused(retry_after=2), 2.0),
+        (Refused(retry_after="2.5"), 2.5),
+        (Refused(headers={"Retry-After": "7"}), 7.0),
+        (Refused(response=Refused(headers={"Retry-After": "7"})), 7.0),
+        (Refused(headers={"Retry-After": "Sat, 31 Jan 2026 12:00:30 GMT"}), 30.0),
+        (Refused(headers={"Retry-After": "Sat, 31 Jan 2026 11:00:00 GMT"}), 0.0),
+        (Refused(headers={"Retry-After": "soon"}), None),
+        (Refused(headers={}), None),
+        (Refused(), None),
+        (Refused(retry_after=float("inf")), float("inf")),
+    ],
+)
+def test_a_wait_is_read_where_errors_carry_it(error: Exception, wait_s: float | None) -> None:
+    assert retry_after_s(error, "2026-01-31T12:00:00.000Z") == wait_s
+
+
+# --- the ledger -----------------------------------------------------------------------------------
+
+
+def test_an_owner_that_lost_ownership_claims_nothing_and_tells_nothing(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "lookup", records=3)
+    assert run(nurse, shop, "run", "push") == 0
+    with closing(shop.ledger()) as ledger:
+        ended, before = ledger.latest("push"), ledger.newest_operation()
+        assert ended is not None
+        for told, claims in (([Told(1, FREED)], []), ([], [("new", b"")])):
+            with pytest.raises(LostOwnership):
+                ledger.operate(ended, ended.generation - 1, told, claims, number=1)
+        assert ledger.newest_operation() == before == 3
+
+
+def test_a_ledger_that_lost_operations_is_refused_and_says_which(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "lookup")
+    assert run(nurse, shop, "run", "push", "--batches", "1") == 75
+    stands = shop.latest()
+    with closing(apsw.Connection(str(shop.folder / "state/ledger.db"))) as ledger:
+        ledger.execute("DELETE FROM operation WHERE id > 2")
+    assert run(nurse, shop, "resume") == 13
+    assert (
+        f"Run {stands.id} of push cannot go on: the ledger is behind the operations that the"
+        " checkpoint names." in said(shop)
+    )
+    lost = "operations 3 to 6, whose keys nothing keeps from being called again"
+    assert lost in said(shop)
+    assert run(nurse, shop, "repair", "--apply") in (0, 3), said(shop)
+    assert run(nurse, shop, "resume") == 0, said(shop)
+    ids = [row.id for row in shop.operations().values()]
+    assert sorted(ids) == [1, 2, 7, 8, 9, 10, 11, 12]
+
+
+def test_an_answer_is_refused_while_the_run_is_going_on_and_when_there_is_one(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = unknown_shop(nurse, server, tmp_path)
+    row = shop.operations()["push/0"]
+    with closing(shop.ledger()) as ledger:
+        ledger.answer(row, Told(row.id, CONFIRMED, "1", who="ann", why="seen"), "root")
+        with pytest.raises(IllegalTransition, match="'push/0' has its outcome already"):
+            ledger.answer(row, Told(row.id, FREED, who="ann", why="no"), "root")
+        (event,) = ledger.events(ledger.latest("push"), what="operation %")
+        assert (event.who, event.what, event.why) == ("root", "operation confirmed: push/0", "seen")
+    with closing(apsw.Connection(str(shop.folder / "state/ledger.db"))) as raw:
+        raw.execute("UPDATE run SET state = 'reserved'")
+    with closing(shop.ledger()) as ledger, pytest.raises(Busy, match="finds out by itself"):
+        ledger.answer(row, Told(row.id, FREED, who="ann", why="no"), "root")
