@@ -959,18 +959,22 @@ class Host:
             Path("/proc/self/oom_score_adj").write_text("500")
 
     def own_gauges(self, *, dear: bool) -> dict[str, int]:
-        """Return what this process holds: `rss_bytes`, `open_files`, `threads`, `children`; 25 us.
+        """Return what this process holds: `rss_bytes`, `open_files`, `threads`, `children`; 10 us.
 
-        `dear` adds `connections` (open sockets), which cost a call for each file.
+        The kernel counts files and threads in what it says of their folders; before Linux 6.2 the
+        files are listed. `dear` adds `connections` (open sockets), which cost a call for each file.
         """
-        frames = int(_small_file("/proc/self/statm").split()[1])
-        files, threads = (os.listdir(f"/proc/self/{of}") for of in ("fd", "task"))  # noqa: PTH208 - fast
-        gauges = {"rss_bytes": frames * FRAME_BYTES, "threads": len(threads)}
-        gauges["open_files"] = len(files) - 1  # one of them is the listing itself
-        lists = (_small_file(f"/proc/self/task/{thread}/children") for thread in threads)
+        files, tasks = "/proc/self/fd", "/proc/self/task"
+        look, listed = os.stat, os.listdir  # Path takes longer
+        threads = look(tasks).st_nlink - 2  # as each folder in it has its `..`
+        open_files = look(files).st_size or len(listed(files)) - 1  # the listing is one
+        gauges = {"threads": threads, "open_files": open_files}
+        gauges["rss_bytes"] = int(_small_file("/proc/self/statm").split()[1]) * FRAME_BYTES
+        owners = [str(os.getpid())] if threads == 1 else listed(tasks)
+        lists = [_small_file(f"{tasks}/{owner}/children") for owner in owners]
         gauges["children"] = sum(len(children.split()) for children in lists)
         if dear:
-            gauges["connections"] = sum(map(_is_socket, map(int, files)))
+            gauges["connections"] = sum(map(_is_socket, map(int, listed(files))))
         return gauges
 
     def oom_kills(self) -> int | None:
