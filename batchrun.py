@@ -6592,9 +6592,17 @@ class Link:
         self.counts: dict[str, int] = {}
         vars(self).update(facts)
 
+    @functools.cached_property
+    def texts(self) -> dict[str, str]:
+        """Cursor, first and last key, encoded once for all who keep them."""
+        return {name: encode_cursor(getattr(self, name)) for name in KEYS}
+
 
 class Course:
-    """Where a run stands in memory: the newest checkpoint, and what is being done after it."""
+    """Where a run stands in memory: the newest checkpoint, and what is being done after it.
+
+    `place` is the cursor of the loop under way, encoded.
+    """
 
     def __init__(self, run: Run, generation: int, checkpoint: Checkpoint | None = None) -> None:
         self.run, self.generation, self.hash = run, generation, run.hash
@@ -6602,7 +6610,7 @@ class Course:
         self.passed: list[list[Any]] = []
         self.marks: dict[str, int] = {}
         self.counts: dict[str, int] = {}
-        self.loop, self.cursor, self.ended = "", None, False
+        self.loop, self.place, self.ended = "", "null", False
         self.source: str | None = None
         if checkpoint is not None:
             self.move_to(checkpoint, run.hash)
@@ -6614,10 +6622,15 @@ class Course:
         totals = checkpoint.totals
         self.read, self.rejected = totals["read"], totals["rejected"]
         self.batches, self.counts = totals["batches"], totals["counts"]
-        self.loop, self.cursor, self.ended, self.source = "", None, False, None
+        self.loop, self.place, self.ended, self.source = "", "null", False, None
         if checkpoint.kind == "batch":
             self.loop, self.ended = checkpoint.loop, checkpoint.ended
-            self.cursor, self.source = decode_cursor(checkpoint.cursor), checkpoint.source
+            self.place, self.source = checkpoint.cursor, checkpoint.source
+
+    @property
+    def cursor(self) -> Any:
+        """The cursor of the loop under way; None before its first commit."""
+        return decode_cursor(self.place)
 
     @property
     def order(self) -> list[tuple[str, str]]:
@@ -6894,7 +6907,7 @@ class Mark:
             "UPDATE batchrun_mark SET number = ?, first_key = ?, last_key = ?, cursor = ?,"
             " counts = ? WHERE run = ? AND loop = ? AND generation = ? AND number < ?",
             number,
-            *[encode_cursor(getattr(link, name)) for name in KEYS],
+            *[link.texts[name] for name in KEYS],
             _compact({name: getattr(link, name) for name in kept}),
             *self._key,
             course.generation,
@@ -6946,10 +6959,10 @@ class Batch:
             rejected=len(portion.rejects),
             first_key=portion.first_key,
             last_key=portion.last_key,
-            following=loop.try_after(portion.cursor),
             source=loop.fingerprint,
             began=context._host.monotonic(),
         )
+        self._link.following = loop.try_after(self._link.texts["cursor"])
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the records."""
@@ -7085,9 +7098,9 @@ class Loop:
                 self.exhausted = True
         return None
 
-    def try_after(self, cursor: Any, *end: Any) -> str:
-        """Return the key of the try of the batch that begins after a cursor, as JSON."""
-        return _compact([self.name, encode_cursor(cursor), self._limit, *map(encode_cursor, end)])
+    def try_after(self, place: str, *end: str) -> str:
+        """Return the key of the try of the batch that begins after an encoded cursor, as JSON."""
+        return _compact([self.name, place, self._limit, *end])
 
     def _try_of(self, portion: Portion) -> str:
         """Return the key of the try of a batch that was read; of one record it names the end too.
@@ -7097,8 +7110,8 @@ class Loop:
         context, course = self._context, self._context._course
         if self._limit < self.size:  # halve what there is, not what there might have been
             self._limit = max(1, min(self._limit, len(portion.records) + len(portion.rejects)))
-        end = [portion.cursor] * (context._isolates and self._limit == 1)
-        return self.try_after(course.cursor if course.loop == self.name else None, *end)
+        end = [encode_cursor(portion.cursor)] if context._isolates and self._limit == 1 else []
+        return self.try_after(course.place if course.loop == self.name else "null", *end)
 
     def _left_out(self, portion: Portion, why: str) -> Link:
         """Return the commit that passes over what is not handed to the job.
@@ -9347,7 +9360,7 @@ class Worker:
         self._event = self._ledger.newest_event()
         self._course = course = Course(self._run, order.generation, checkpoint)
         if course.loop:
-            course.cursor = cursor
+            course.place = encode_cursor(cursor)
         success = self._ledger.last_success(order.job)
         self._context = Context(
             settings,
@@ -9679,7 +9692,7 @@ class Worker:
             number=number,
             kind=link.kind,
             loop=link.loop,
-            cursor=encode_cursor(link.cursor),
+            cursor=link.texts["cursor"],
             ended=link.ended,
             passed=course.passed + passed,
             marks={**course.marks, link.loop: number} if link.marked else course.marks,
@@ -9692,8 +9705,8 @@ class Worker:
             link={
                 **{name: getattr(link, name) for name in ("read", "rejected", "counts")},
                 "staged": link.staged or course.generation,
-                "first_key": encode_cursor(link.first_key),
-                "last_key": encode_cursor(link.last_key),
+                "first_key": link.texts["first_key"],
+                "last_key": link.texts["last_key"],
                 "elapsed_s": round(self._host.monotonic() - link.began, 6) if link.began else 0.0,
             },
             source=link.source,
