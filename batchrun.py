@@ -2906,11 +2906,11 @@ UNFINISHED = "state NOT IN ('succeeded', 'cancelled')"
 OWNED = (RunState.RESERVED, RunState.RUNNING)
 
 # A commit moves the run's row on, only if its generation and number are still those.
-MOVE_ON = """UPDATE run SET number = :number, hash = :hash, checkpoint = :content,
-  batches = :batches, read = :read, rejected = :rejected, counts = :counts,
-  read_s = read_s + :read_s, work_s = work_s + :work_s, own_s = own_s + :own_s,
-  tried = :following, tries = 0, size = :size
-  WHERE key = :key AND generation = :generation AND number = :number - 1 RETURNING request"""
+MOVE_ON = """UPDATE run SET number = ?3, hash = ?4, checkpoint = ?5,
+  batches = ?6, read = ?7, rejected = ?8, counts = ?9,
+  read_s = read_s + ?10, work_s = work_s + ?11, own_s = own_s + ?12,
+  tried = ?13, tries = 0, size = ?14
+  WHERE key = ?1 AND generation = ?2 AND number = ?3 - 1 RETURNING request"""
 # The edge that honours a request clears it; a start outdates a pause, never a cancel. It also takes
 # up a deferred start. From running to reserved it is the same supervisor: nobody started anything.
 # A run that is paused by health is looked after from now on.
@@ -2946,7 +2946,15 @@ ARM = """UPDATE run SET tries = iif(tried IS :tried, tries, 0), tried = :tried W
 SAID, LEAK = "said", "said (leak)"  # events whose `why` is a line for people
 REFUSED, DEFERRED = "refused: maintenance", "deferred"
 REMOVED, CHANGED = "removed by hand", "changed by hand"
-LINK_COLUMNS = ("first_key", "last_key", "read", "rejected", "counts", "elapsed_s")
+GAUGES = ("rss_bytes", "open_files", "connections", "threads", "children")  # of a worker
+OF_TOTALS = itemgetter("batches", "read", "rejected")
+COMMIT_COLUMNS = ("number", "generation", "kind", "loop", "cursor", "at")  # of the checkpoint
+LINK_COLUMNS = ("first_key", "last_key", "read", "rejected", "elapsed_s")
+OF_COMMIT, OF_LINK = attrgetter(*COMMIT_COLUMNS), itemgetter(*LINK_COLUMNS)
+BATCH_COLUMNS = ("run", "hash", "counts", *COMMIT_COLUMNS, *LINK_COLUMNS, *GAUGES)
+ADD_COMMIT = (
+    f"INSERT INTO batch ({', '.join(BATCH_COLUMNS)}) VALUES ({', '.join('?' * len(BATCH_COLUMNS))})"
+)
 
 
 class Admission(NamedTuple):
@@ -3053,7 +3061,6 @@ def after_ending(run: Run, attempt: Attempt) -> After:
 TABLES: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch"}
 TABLES |= {Barrier: "barrier", Reading: "reading", HealthCheck: "health_check"}
 TABLES |= {Approval: "approval", Drain: "drain"}
-GAUGES = ("rss_bytes", "open_files", "connections", "threads", "children")  # of a worker
 READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> value of a column
     "RunState": RunState,
     "ProcessIdentity": lambda text: ProcessIdentity(**json.loads(text)),
@@ -3796,18 +3803,15 @@ class Ledger:
         size: int | None = None,
     ) -> str | None:
         """Write a commit's two rows: the fenced one of the run, and its own."""
-        named = ("number", "generation", "kind", "loop", "cursor", "at")
-        of_commit = {name: getattr(checkpoint, name) for name in named}
-        totals = {**checkpoint.totals, "counts": _compact(checkpoint.totals["counts"])}
-        times = dict(zip(("read_s", "work_s", "own_s"), spent, strict=True))
-        fence = {"key": run.key, "generation": generation, "number": checkpoint.number}
-        moved = {**totals, **times, **fence, "hash": digest, "content": content}
-        moved |= {"following": following, "size": size}
-        fenced = self._sql(MOVE_ON, moved).fetchone()
+        totals, link = checkpoint.totals, checkpoint.link
+        fence = (run.key, generation, checkpoint.number)
+        added = (*OF_TOTALS(totals), _compact(totals["counts"]), *spent)
+        fenced = self._sql(MOVE_ON, (*fence, digest, content, *added, following, size)).fetchone()
         if fenced is None:
             raise lost_ownership(run, generation)
-        of_link = {name: checkpoint.link[name] for name in LINK_COLUMNS}
-        self._insert("batch", run=run.key, hash=digest, **of_commit, **of_link, **gauges)
+        counts = (run.key, digest, _compact(link["counts"]))
+        held = map(gauges.get, GAUGES)
+        self._sql(ADD_COMMIT, (*counts, *OF_COMMIT(checkpoint), *OF_LINK(link), *held))
         return cast("str | None", fenced[0])
 
     def stage_rejects(
@@ -3838,8 +3842,7 @@ class Ledger:
             "UPDATE reject SET state = 'retried' WHERE retry = ? AND loop = ? AND state = 'open'"
             " AND (run, number, place) <= (?, ?, ?)"
         )
-        spot = decode_cursor(checkpoint.cursor)
-        if run.retry_of and checkpoint.kind == "batch" and spot:
+        if spot := decode_cursor(checkpoint.cursor):
             self._sql(sql, (run.key, checkpoint.loop, *spot))
 
     def drop_rejects(self, run: Run, rows: Sequence[RejectRow], who: str, why: str) -> int:
@@ -3864,14 +3867,19 @@ class Ledger:
             return dropped
 
     def _confirm_rejects(self, run: Run, checkpoint: Checkpoint) -> None:
-        """Count the rejects staged for a commit by the generation that did its work; no others."""
+        """Count the rejects staged for a commit by the generation that did its work; no others.
+
+        What an older try has staged can only be there for the first commit after `run` was read.
+        """
         of_commit = {"run": run.key, "number": checkpoint.number}
         if checkpoint.link["rejected"]:
             staged = {"generation": checkpoint.link["staged"]}
             self._set("reject", {**of_commit, **staged}, confirmed=1)
-        sql = "DELETE FROM reject WHERE run = :run AND number = :number AND NOT confirmed"
-        self._sql(sql, of_commit)
-        self._settle_retried(run, checkpoint)
+        if checkpoint.number == run.number + 1:
+            sql = "DELETE FROM reject WHERE run = :run AND number = :number AND NOT confirmed"
+            self._sql(sql, of_commit)
+        if run.retry_of and checkpoint.kind == "batch":
+            self._settle_retried(run, checkpoint)
 
     def end_attempt(
         self, run: Run, generation: int, end: AttemptEnd, releases: list[dict[str, Any]]
