@@ -2528,6 +2528,7 @@ CHECKPOINT_TYPES = tuple(  # of each field in order: those that JSON gives it
     )
     for annotation in Checkpoint.__annotations__.values()
 )
+CHECKPOINT_FIELDS = set(Checkpoint._fields)
 INNER_FIELDS: dict[str, set[str]] = {
     "totals": {"read", "rejected", "batches", "counts"},
     "link": {"read", "rejected", "staged", "counts", "first_key", "last_key", "elapsed_s"},
@@ -2592,10 +2593,9 @@ def _checkpoint_of(body: bytes) -> Checkpoint:
         fields = _strict.decode(body.decode())
     except (ValueError, RecursionError) as error:
         raise BrokenCheckpoint("its body is not JSON") from error
-    try:
-        checkpoint = Checkpoint(**fields)
-    except TypeError as error:
-        raise BrokenCheckpoint("its body has not the fields of a checkpoint") from error
+    if not isinstance(fields, dict) or fields.keys() != CHECKPOINT_FIELDS:
+        raise BrokenCheckpoint("its body has not the fields of a checkpoint")
+    checkpoint = Checkpoint._make(map(fields.get, Checkpoint._fields))
     found = zip(Checkpoint._fields, checkpoint, CHECKPOINT_TYPES, strict=True)
     wrong = [name for name, value, types in found if type(value) not in types]
     wrong = wrong or [name for name, inner in INNER_FIELDS.items() if fields[name].keys() != inner]
