@@ -1268,10 +1268,12 @@ def prepare_file(directory: int, name: str, content: bytes) -> str:
     temporary = f".{name}.{os.getpid()}.{time.monotonic_ns():x}{TEMPORARY_SUFFIX}"
     descriptor = os.open(temporary, MAKE_NEW, 0o600, dir_fd=directory)
     try:
-        with os.fdopen(descriptor, "wb", buffering=0):
+        try:
             write_all(descriptor, content)
             reach("file.fsync")
             os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except BaseException:
         discard_file(directory, temporary)
         raise
@@ -9602,8 +9604,7 @@ class Worker:
             self.stage_rejects(number, link)
         reach("commit.begun", number)
         spent = self._spent(began)
-        with disk_letters(folder, host):
-            temporary = self._store.prepare(self._run.id, content)
+        temporary = ""  # none yet
 
         def publish() -> None:
             with disk_letters(folder, host, known=False):
@@ -9611,6 +9612,7 @@ class Worker:
 
         try:
             with disk_letters(folder, host):
+                temporary = self._store.prepare(self._run.id, content)
                 reach("commit.prepared", number)
                 is_ours = holds_lock(self._order.lock, self._lock_path)
             if not is_ours:
