@@ -1821,14 +1821,14 @@ def load_config(path: Path) -> Config:
     _, tables = _read_keys("[jobs] ", rest.get("jobs", {}), {}, problems, None)
     jobs: dict[str, JobConfig] = {}
     health = _read_health(rest.get("health", {}), tables, problems)
-    config = Config(path, folder, jobs, health, **top)
+    config, usual = Config(path, folder, jobs, health, **top), _defaults(JOB_KEYS)
     for name, table in tables.items():
         if not re.fullmatch(_JOB_NAME, name):
             rule = "a job's name is 1 to 64 letters, digits, _ - . and begins with neither . nor -"
             problems.append(f"{_heading(name)}: {rule}")
         named = {"uses": name, **table} if isinstance(table, dict) else table
         own, settings = _read_keys(f"{_heading(name)} ", named, JOB_KEYS, problems, None)
-        values = {**_defaults(JOB_KEYS), "uses": name, **options, **own}
+        values = {**usual, "uses": name, **options, **own}
         file = config.jobs_folder / f"{values['uses'].partition(':')[0]}.py"
         jobs[name] = JobConfig(name, file, settings=settings, **values)
     if problems:
@@ -4833,7 +4833,7 @@ def holds_lock(descriptor: int, path: Path) -> bool:
         return False
 
 
-_SCOPE = re.compile(rf"(?:job|tag):{_JOB_NAME}|version:{_JOB_NAME}<[0-9]{{1,9}}")
+_SCOPE = rf"(?:job|tag):{_JOB_NAME}|version:{_JOB_NAME}<[0-9]{{1,9}}"
 
 
 class Maintenance:
@@ -5047,7 +5047,7 @@ def _moment(value: object) -> str | None:
 def _scopes(value: object) -> list[str]:
     """Return the scopes of a lockfile, or none, which is everything, unless all are understood."""
     scopes = value if isinstance(value, list) else []
-    known = all(isinstance(scope, str) and _SCOPE.fullmatch(scope) for scope in scopes)
+    known = all(isinstance(scope, str) and re.fullmatch(_SCOPE, scope) for scope in scopes)
     return scopes if known else []
 
 
