@@ -981,14 +981,14 @@ class Host:
         The kernel counts files and threads in what it says of their folders; before Linux 6.2 the
         files are listed. `dear` adds `connections` (open sockets), which cost a call for each file.
         """
-        files, tasks = "/proc/self/fd", "/proc/self/task"
+        files, threads_at = "/proc/self/fd", "/proc/self/task"
         look, listed = os.stat, os.listdir  # Path takes longer
-        threads = look(tasks).st_nlink - 2  # as each folder in it has its `..`
+        threads = look(threads_at).st_nlink - 2  # as each folder in it has its `..`
         open_files = look(files).st_size or len(listed(files)) - 1  # the listing is one
         gauges = {"threads": threads, "open_files": open_files}
         gauges["rss_bytes"] = int(_small_file("/proc/self/statm").split()[1]) * FRAME_BYTES
-        owners = [str(os.getpid())] if threads == 1 else listed(tasks)
-        lists = [_small_file(f"{tasks}/{owner}/children") for owner in owners]
+        owners = [str(os.getpid())] if threads == 1 else listed(threads_at)
+        lists = [_small_file(f"{threads_at}/{owner}/children") for owner in owners]
         gauges["children"] = sum(len(children.split()) for children in lists)
         if dear:
             gauges["connections"] = sum(map(_is_socket, map(int, listed(files))))

@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
     "Vocabulary": 520,
-    "Host": 695,
+    "Host": 700,
     "Configuration": 995,
     "Checkpoints": 355,
-    "Ledger": 2_020,
+    "Ledger": 2_030,
     "Locks and maintenance": 430,
     "Health": 890,
-    "Jobs": 2_525,
+    "Jobs": 2_535,
     "Operations": 200,
     "Recovery": 640,
     "Worker": 755,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 1_095,
 }
 COMES_LATER = {"Operations"}  # their place in the order is kept
-LINES_IN_ALL = 13_191  # must stay under
+LINES_IN_ALL = 13_216  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
