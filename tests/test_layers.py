@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
     "Vocabulary": 550,
-    "Host": 695,
+    "Host": 700,
     "Configuration": 1_010,
     "Checkpoints": 355,
-    "Ledger": 2_155,
+    "Ledger": 2_160,
     "Locks and maintenance": 430,
     "Health": 890,
-    "Jobs": 2_675,
+    "Jobs": 2_690,
     "Operations": 650,
     "Recovery": 655,
     "Worker": 770,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 1_165,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 14_314  # must stay under
+LINES_IN_ALL = 14_359  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

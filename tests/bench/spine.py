@@ -401,8 +401,10 @@ def add_batch_rows(path: Path, rows: int) -> None:
         ledger.execute("UPDATE run SET state = 'succeeded' WHERE id = 'ffffffffff'")
         ledger.execute(
             "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?)"
-            " INSERT INTO batch SELECT (SELECT key FROM run WHERE id = 'ffffffffff'), i, 1,"
-            " 'batch', 'main', i, i, i, 5000, 0, '{}', hex(zeroblob(32)), '2026', 0.1 FROM n",
+            " INSERT INTO batch (run, number, generation, kind, loop, cursor, first_key, last_key,"
+            " read, rejected, counts, hash, at, elapsed_s)"
+            " SELECT (SELECT key FROM run WHERE id = 'ffffffffff'), i, 1, 'batch', 'main', i, i, i,"
+            " 5000, 0, '{}', hex(zeroblob(32)), '2026', 0.1 FROM n",
             (rows,),
         )
     ledger.close()
