@@ -7532,7 +7532,8 @@ class Context(Generic[S]):
     @property
     def should_stop(self) -> bool:
         """Whether a stop was asked for; a long batch may end itself early by raising."""
-        return self._driver.stop_is_asked()
+        with self._frame.switched(inside=False):
+            return self._driver.stop_is_asked()
 
     def batches(
         self,
@@ -10272,6 +10273,7 @@ def only_unfinished(ledger: Ledger) -> Run:
 # a name, made by the supervisor, which takes them on a full disk too.
 
 DEAR_GAUGES_EVERY_S = 1.0
+ASK_EVERY_S = 0.1  # whether something is requested, while a batch is long
 UNRECORDED = (ExitCode.STATE_DIRECTORY, ExitCode.LOST_OWNERSHIP, ExitCode.BUSY)
 
 
@@ -10359,6 +10361,7 @@ class Worker:
         self._generator: Any = None
         self._marked_at, self._own_s = host.monotonic(), 0.0
         self._armed, self._dear_at = "", float("-inf")
+        self._asked_at = float("-inf")
         self._cleanups = CleanupStack(host, self._job_config.cleanup_timeout_s)
         self._silenced: BatchrunError | None = None  # why nothing may be written any more
         self._size = self._run.size
@@ -10838,7 +10841,10 @@ class Worker:
         self.gate.require_open()
 
     def stop_is_asked(self) -> bool:
-        """Tell whether the attempt is to stop at its next safe point."""
+        """Tell whether the attempt is to stop at its next safe point; the ledger is asked, too."""
+        now = self._host.monotonic()
+        if now - self._asked_at >= ASK_EVERY_S:
+            self._asked_at, self.gate.request = now, self._ledger.run(self._run.key).request
         return self.gate.is_closed()
 
     def say(self, text: str) -> None:
