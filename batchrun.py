@@ -7327,6 +7327,7 @@ class Loop:
                 return self._hand_out(portion, tried)
             if portion.records or portion.rejects:
                 driver.commit(self._left_out(portion, why))
+                self.tell_committed()
             else:
                 driver.commit(Link("loop", self.name, source=self.fingerprint))
                 self.exhausted = True
@@ -7361,12 +7362,26 @@ class Loop:
         return link
 
     def _read(self, limit: int) -> Portion:
-        """Read until the batch is full, and take the time; reading may be interrupted."""
+        """Read until the batch is full."""
+        with self._in_source():
+            return cast("Reader", self._reader).read_batch(limit)
+
+    def tell_committed(self) -> None:
+        """Tell the source, if it wants to know, up to which cursor all is committed."""
+        committed = getattr(self._source, "committed", None)
+        if committed is not None:
+            reach("source.committed", self._context._course.number)
+            with self._in_source():
+                committed(self._context.cursor)
+
+    @contextlib.contextmanager
+    def _in_source(self) -> Iterator[None]:
+        """Run the source's code, and take the time; it may be interrupted."""
         host = self._context._host
         began = host.monotonic()
         try:
             with self._context._frame.switched(inside=True):
-                return cast("Reader", self._reader).read_batch(limit)
+                yield
         finally:
             self._context._read_s += host.monotonic() - began
 
@@ -7517,7 +7532,8 @@ class Context(Generic[S]):
     @property
     def should_stop(self) -> bool:
         """Whether a stop was asked for; a long batch may end itself early by raising."""
-        return self._driver.stop_is_asked()
+        with self._frame.switched(inside=False):
+            return self._driver.stop_is_asked()
 
     def batches(
         self,
@@ -7845,6 +7861,8 @@ class Context(Generic[S]):
             self._require_same_source(loop)
         loop._source = source
         loop._reader = Reader(source, after, ended=ended, name=loop.name)
+        if self._course.loop == loop.name:
+            loop.tell_committed()
 
     def _require_same_source(self, loop: Loop) -> None:
         before, now = self._course.source, loop.fingerprint
@@ -7906,6 +7924,7 @@ class Context(Generic[S]):
         reach("batch.yielded", batch.number)
         self._driver.commit(batch._link)
         self._current = None
+        self._loops[-1].tell_committed()
 
     def _require_complete(self) -> None:
         """Refuse a return that left something undone."""
@@ -8051,6 +8070,11 @@ def close_connection(connection: Any) -> None:
 #                          digest = "LENGTH:SHA256[:32]" of the last bytes read, 4 KB at most
 #   an iterable            (records, digest): records consumed, SHA256[:32] of the last one's text
 #
+# A source with committed() is told of each commit of its loop, before anything more is read, and of
+# the newest one again when an attempt begins: the last one may have died in between. One answer of
+# it that has records or rejects is one batch, for it may withhold more until it is told. What
+# committed() raises ends the attempt like an error of read(); the batch stays committed.
+#
 # A cursor with a digest is valid if and only if what stands directly before it has that digest. An
 # invalid one needs a person: going on in another source would skip or repeat records.
 
@@ -8083,8 +8107,9 @@ class Source(Protocol):
 
     Optional, and used where present: `fingerprint() -> str | None` (equal for equal content),
     `total() -> int | None` (records of the whole run, maybe an estimate), `close()`,
-    `take_rejects() -> list[Reject]` (what reads have refused since the last call, in order), and
-    `parse` (makes a record of what stands in a raw reject, or raises ValueError or KeyError).
+    `take_rejects() -> list[Reject]` (what reads have refused since the last call, in order),
+    `parse` (makes a record of what stands in a raw reject, or raises ValueError or KeyError), and
+    `committed(cursor)` (all that was read up to `cursor` is committed, and may be acknowledged).
     """
 
     def read(self, after: Any, limit: int, /) -> Any:
@@ -8829,8 +8854,9 @@ class Reader:
     """Fills batches from a source and checks that it advances.
 
     A batch holds at most `limit` records and rejects together, unless one opaque answer is longer:
-    that is not split, and waits for a batch of its own. It is shorter only at the end, or before
-    such an answer. `after` and `ended` are those of the last Portion that was committed.
+    that is not split, and waits for a batch of its own. It is shorter only at the end, before such
+    an answer, or if the source has committed(). `after` and `ended` are those of the last Portion
+    that was committed.
     """
 
     def __init__(
@@ -8839,6 +8865,7 @@ class Reader:
         self._source, self._cursor, self._ended, self._name = source, after, ended, name
         self._waiting: Portion | None = None
         self._answers, self._landmark = 0, after
+        self._one_answer = hasattr(source, "committed")
 
     def read_batch(self, limit: int) -> Portion:
         """Return the next batch; without records and rejects, and ended, once all was read.
@@ -8856,6 +8883,8 @@ class Reader:
             records += portion.records
             rejects += portion.rejects
             self._cursor, self._ended = portion.cursor, portion.ended
+            if self._one_answer and (records or rejects):
+                break
         if not records:
             return Portion([], self._cursor if rejects else start, self._ended, rejects)
         first, last = (_plain_key(self._source.key(records[index])) for index in (0, -1))
@@ -10224,7 +10253,7 @@ def only_unfinished(ledger: Ledger) -> Run:
 #      the commit's row, the run's totals and its copy of the bytes; what is requested is read
 #   6  the temporary file is renamed to its final name, the directory fsynced: the commit
 #   7  COMMIT
-#   8  only now: the gate, the next batch
+#   8  only now: the source's committed() (section 8), the gate, the next batch
 #
 # Before step 6 the batch is done again; after it the ledger is repaired from the checkpoint. Fence
 # and rename share one write lock, which a takeover must also take. A failed fsync, rename or
@@ -10244,6 +10273,7 @@ def only_unfinished(ledger: Ledger) -> Run:
 # a name, made by the supervisor, which takes them on a full disk too.
 
 DEAR_GAUGES_EVERY_S = 1.0
+ASK_EVERY_S = 0.1  # whether something is requested, while a batch is long
 UNRECORDED = (ExitCode.STATE_DIRECTORY, ExitCode.LOST_OWNERSHIP, ExitCode.BUSY)
 
 
@@ -10331,6 +10361,7 @@ class Worker:
         self._generator: Any = None
         self._marked_at, self._own_s = host.monotonic(), 0.0
         self._armed, self._dear_at = "", float("-inf")
+        self._asked_at = float("-inf")
         self._cleanups = CleanupStack(host, self._job_config.cleanup_timeout_s)
         self._silenced: BatchrunError | None = None  # why nothing may be written any more
         self._size = self._run.size
@@ -10810,7 +10841,10 @@ class Worker:
         self.gate.require_open()
 
     def stop_is_asked(self) -> bool:
-        """Tell whether the attempt is to stop at its next safe point."""
+        """Tell whether the attempt is to stop at its next safe point; the ledger is asked, too."""
+        now = self._host.monotonic()
+        if now - self._asked_at >= ASK_EVERY_S:
+            self._asked_at, self.gate.request = now, self._ledger.run(self._run.key).request
         return self.gate.is_closed()
 
     def say(self, text: str) -> None:

@@ -406,6 +406,61 @@ def test_a_source_that_stands_still_is_stopped(shop: Shop) -> None:
     assert shop.commits() == 0
 
 
+ACKNOWLEDGING = """
+class Numbers:
+    key = staticmethod(lambda number: number)
+
+    def read(self, after, limit):
+        begin = after or 0
+        done(f"read-{begin}")
+        return list(range(begin, min(begin + 2, 5))), begin + 2 if begin < 5 else None
+
+    def committed(self, cursor):
+        done(f"committed-{cursor}")
+        FAILS
+
+for batch in ctx.batches(Numbers()):
+    done(*batch)
+    yield batch
+"""
+FIRST = ["read-0", "0", "1", "committed-2"]
+SECOND = ["read-2", "2", "3", "committed-4"]
+THIRD = ["read-4", "4", "committed-6", "read-6"]
+
+
+def test_a_source_is_told_of_each_commit_before_it_is_read_again(shop: Shop) -> None:
+    shop.write(ACKNOWLEDGING.replace("FAILS", ""))
+    assert shop.run().code == 0
+    assert shop.done() == FIRST + SECOND + THIRD
+    assert shop.rows("SELECT read FROM batch") == [(2,), (2,), (1,), (0,)]
+
+
+def test_a_source_is_told_of_a_commit_before_the_attempt_stops(shop: Shop) -> None:
+    shop.write(ACKNOWLEDGING.replace("FAILS", ""))
+    assert shop.run("--batches", "1").code == 75
+    assert shop.done() == FIRST
+
+
+def test_a_source_that_was_not_told_of_a_commit_is_told_by_the_next_attempt(shop: Shop) -> None:
+    shop.write(ACKNOWLEDGING.replace("FAILS", ""))
+    assert shop.run(point="source.committed@2=kill").code == -9
+    assert shop.run().code == 0
+    assert shop.done() == FIRST + SECOND[:-1] + ["committed-4"] + THIRD
+
+
+def test_a_source_that_fails_when_it_is_told_ends_the_attempt_and_the_batch_stands(
+    shop: Shop,
+) -> None:
+    fails = "if cursor == 4: raise OSError('the broker is away')"
+    shop.write(ACKNOWLEDGING.replace("FAILS", fails))
+    assert shop.letter().startswith("The job raised OSError: the broker is away.\nCommit 2 stands")
+    assert shop.done() == FIRST + SECOND
+    assert shop.letter().startswith("The job raised OSError: the broker is away.\nCommit 2 stands")
+    shop.write(ACKNOWLEDGING.replace("FAILS", ""))
+    assert shop.run().code == 0
+    assert shop.done() == [*FIRST, *SECOND, "committed-4", "committed-4", *THIRD]
+
+
 def test_a_key_that_would_come_back_as_something_else_is_refused_before_work(shop: Shop) -> None:
     shop.write("""
         class Name(str):

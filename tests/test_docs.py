@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -122,13 +123,16 @@ def test_the_job_in_the_readme_runs(project: Project) -> None:
     assert rows == [("1", "10.50"), ("2", "7.25")]
 
 
-def test_the_settings_in_the_readme_are_those_of_the_sample_job(
+def test_the_settings_in_the_readme_are_those_of_the_sample_jobs(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STOCK_DSN", "postgresql://stock:S3cr3t@localhost/shop")
+    monkeypatch.setenv("ORDERS_URL", "amqp://shop:S3cr3t@localhost")
     project.write_file("batchrun.toml", "\n".join(blocks("toml")))
     config = batchrun.load_config(project.folder / "batchrun.toml")
-    assert list(config.jobs) == ["inventory_sync", "prices", "archive_orders"]
+    assert list(config.jobs) == ["inventory_sync", "prices", "queue_orders", "archive_orders"]
+    queue, folder = config.jobs["queue_orders"], config.folder
+    batchrun.build_settings(settings_class(queue.name), queue.settings, job="", folder=folder)
     cls = settings_class("inventory_sync")
     for job in (config.jobs["inventory_sync"], config.jobs["prices"]):
         made: Any = batchrun.build_settings(cls, job.settings, job=job.name, folder=config.folder)
@@ -254,6 +258,7 @@ def keys_of_the_sample_config() -> set[str]:
 def settings_class(name: str) -> Any:  # noqa: ANN401 - it is no module of ours
     """Return the settings class of jobs/NAME.py."""
     path = ROOT / "jobs" / f"{name}.py"
+    sys.path[:0] = [str(path.parent)] * (str(path.parent) not in sys.path)  # as a run does
     spec = importlib.util.spec_from_file_location(f"{name}_settings", path)
     assert spec is not None
     assert spec.loader is not None

@@ -25,16 +25,16 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Ledger": 2_160,
     "Locks and maintenance": 430,
     "Health": 890,
-    "Jobs": 2_690,
+    "Jobs": 2_720,
     "Operations": 650,
     "Recovery": 655,
-    "Worker": 770,
+    "Worker": 775,
     "Supervisor": 1_745,
     "Reports": 480,
     "Command line": 1_165,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 14_359  # must stay under
+LINES_IN_ALL = 14_393  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

@@ -92,6 +92,20 @@ def test_wait_ends_by_ctrl_c_and_the_wish_stays(project: Project) -> None:
     assert run_row(project) == ("paused", "person", 2)
 
 
+@pytest.mark.parametrize("verb", ["pause", "cancel", "drain"])
+def test_should_stop_is_true_at_once_for_a_stop_that_is_asked_for_in_the_ledger(
+    project: Project, verb: str
+) -> None:
+    waiting = "[time.sleep(0.005) for _ in iter(lambda: ctx.should_stop, True)]; raise OSError"
+    write_job(project, waiting)
+    process = project.start("run", "sync")
+    wait_for(lambda: "7" in done(project), "the second batch")
+    assert project.run(verb, *["sync"] * (verb != "drain")).code in (0, 75)
+    ended = project.finish(process, limit_s=10)
+    assert ended.code == 75
+    assert run_row(project)[1:] == ("drain" if verb == "drain" else "person", 1)
+
+
 class FastHost(Host):
     """A machine on which every wait is over at once; by its clock each takes a quarter hour."""
 
