@@ -6536,6 +6536,9 @@ Return None, text, numbers, lists and dicts with text keys.""",
     "no rate": """once_each() cannot go on at the rate {rate!r}.
 A rate is how many calls may begin in a second, a minute or an hour, evenly spread.
 Write for example rate="20/s", "100/m" or "5000/h".""",
+    "no such way": """once_each() cannot go on with workers={workers!r}, on_error={on_error!r}.
+Workers are threads, at least one; an error ends the attempt, or rejects its record.
+Write a whole number from 1, and "raise" or "reject".""",
     "inside a call": """The call of an operation used the job's context.
 Calls may run at the same time, and the ledger is used by one thread alone.
 Do that before or after the operation.""",
@@ -7659,6 +7662,8 @@ class Context(Generic[S]):
         with self._own_code():
             if self._current is None:
                 raise broken("no batch")
+            if on_error not in ("raise", "reject") or type(workers) is not int or workers < 1:
+                raise broken("no such way", workers=workers, on_error=on_error)
         records = list(batch)
         keys = [idempotency_key(record) for record in records]
         made = zip(keys, [(record,) for record in records], strict=True)
@@ -7675,6 +7680,10 @@ class Context(Generic[S]):
     def _operated(self, wanted: list[tuple[str, tuple[Any, ...]]], how: How) -> list[Performed]:
         """Have operations done by the worker, and count them with the open batch."""
         with self._own_code():
+            if (
+                self._current is not None
+            ):  # else a batch that its target has would be forgotten here
+                self._current._require_open("once()")
             self._driver.pass_gate()
             self._calling = True
             try:
