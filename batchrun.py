@@ -3275,6 +3275,8 @@ class Ledger:
         notes = kind.__annotations__
         rows = self._rows(f"SELECT {', '.join(notes)} FROM {TABLES[kind]} {where}", *bindings)
         reads = [READ_AS.get(note) for note in notes.values()]
+        if not any(reads):
+            return [kind(*row) for row in rows]
         return [
             kind(*(read(value) if read else value for read, value in zip(reads, row, strict=True)))
             for row in rows
@@ -4200,26 +4202,18 @@ class Ledger:
         rows = [(t.outcome, t.receipt, t.outcome and now, t.who, t.why, t.id) for t in told]
         columns = (of_all.get("number"), of_all.get("lookup"), of_all.get("irreversible", 0), now)
         many = self._connection.executemany
-        with self._synchronised(full=bool(claims)), self._owning(run, generation):
-            many(OUTCOME, rows)
-            mine = [(run.job, *claim, run.key, generation, *columns) for claim in claims]
-            ids = [row[0] for row in many(CLAIM, mine)]
-            if len(ids) < len(claims):
-                raise IllegalTransition("An operation was claimed by somebody else meanwhile.")
-            reach("operation.claiming" if claims else "operation.settling", run.number + 1)
-        return ids
-
-    @contextlib.contextmanager
-    def _synchronised(self, *, full: bool) -> Iterator[None]:
-        """Let the transaction inside wait for the disk, or not."""
-        if full:
-            yield
-            return
-        self._sql("PRAGMA synchronous = NORMAL")
+        mine = [(run.job, *claim, run.key, generation, *columns) for claim in claims]
+        self._sql(f"PRAGMA synchronous = {'FULL' if claims else 'NORMAL'}")
         try:
-            yield
+            with self._owning(run, generation):
+                many(OUTCOME, rows)
+                ids = [row[0] for row in many(CLAIM, mine)]
+                if len(ids) < len(claims):
+                    raise IllegalTransition("An operation was claimed by somebody else meanwhile.")
+                reach("operation.claiming" if claims else "operation.settling", run.number + 1)
         finally:
             self._sql("PRAGMA synchronous = FULL")
+        return ids
 
     def sync(self, run: Run, generation: int) -> None:
         """Make durable what was told of operations, before a checkpoint is built on it."""
@@ -6542,6 +6536,9 @@ Return None, text, numbers, lists and dicts with text keys.""",
     "no rate": """once_each() cannot go on at the rate {rate!r}.
 A rate is how many calls may begin in a second, a minute or an hour, evenly spread.
 Write for example rate="20/s", "100/m" or "5000/h".""",
+    "no such way": """once_each() cannot go on with workers={workers!r}, on_error={on_error!r}.
+Workers are threads, at least one; an error ends the attempt, or rejects its record.
+Write a whole number from 1, and "raise" or "reject".""",
     "inside a call": """The call of an operation used the job's context.
 Calls may run at the same time, and the ledger is used by one thread alone.
 Do that before or after the operation.""",
@@ -7665,6 +7662,8 @@ class Context(Generic[S]):
         with self._own_code():
             if self._current is None:
                 raise broken("no batch")
+            if on_error not in ("raise", "reject") or type(workers) is not int or workers < 1:
+                raise broken("no such way", workers=workers, on_error=on_error)
         records = list(batch)
         keys = [idempotency_key(record) for record in records]
         made = zip(keys, [(record,) for record in records], strict=True)
@@ -7681,6 +7680,10 @@ class Context(Generic[S]):
     def _operated(self, wanted: list[tuple[str, tuple[Any, ...]]], how: How) -> list[Performed]:
         """Have operations done by the worker, and count them with the open batch."""
         with self._own_code():
+            if (
+                self._current is not None
+            ):  # else a batch that its target has would be forgotten here
+                self._current._require_open("once()")
             self._driver.pass_gate()
             self._calling = True
             try:
@@ -9030,18 +9033,10 @@ class Crew:
         due: when the next call may begin.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        driver: Driver,
-        how: How,
-        limit_s: float,
-        call: Callable[[Claim], Any],
-        point: str,
-    ) -> None:
+    def __init__(self, of: Operations, how: How, call: Callable[[Claim], Any], point: str) -> None:
         import queue  # only for jobs that have operations
 
-        self._host, self._driver, self._limit_s = host, driver, limit_s
+        self._of, self._host, self._limit_s = of, of.host, of.options.call_timeout_s
         self._call, self._point = call, point
         self._interval_s = interval_of(how.rate)
         self._room = how.workers if self._interval_s else sys.maxsize
@@ -9062,8 +9057,6 @@ class Crew:
 
             for _ in range(self._threads):
                 threading.Thread(target=self._labour, daemon=True).start()
-        else:
-            self._alarm = Alarm(self._limit_s)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -9101,7 +9094,7 @@ class Crew:
             if self.halted:
                 continue
             try:
-                self._alarm.call(self._make, claim)
+                self._of.alarm.call(self._make, claim)
             except TimeoutError:
                 claim.error = Overdue()
             if isinstance(claim.error, Overdue):
@@ -9112,7 +9105,7 @@ class Crew:
 
     def turn(self) -> list[Claim]:
         """Begin what is due, wait for a moment, and return what has ended or may not begin."""
-        if self._driver.stop_is_asked():
+        if self._of.driver.stop_is_asked():
             self.halted = True
         if self.halted:
             back = list(self.ready)
@@ -9189,6 +9182,7 @@ class Operations:
 
     Attributes:
         newest: the highest operation id that this attempt knows of.
+        host, options, driver: of the attempt.
     """
 
     def __init__(
@@ -9202,10 +9196,15 @@ class Operations:
         driver: Driver,
     ) -> None:
         self._ledger, self._run, self._generation = ledger, run, generation
-        self._host, self._options, self._not_done, self._driver = host, options, not_done, driver
+        self.host, self.options, self._not_done, self.driver = host, options, not_done, driver
         self._settled_at = host.monotonic() + options.settle_s  # the claimants before us are gone
         self._told = self._said = False  # whether that waits for the disk; and of one met again
         self.newest = ledger.newest_operation()
+
+    @functools.cached_property
+    def alarm(self) -> Alarm:
+        """What ends calls that are made in the main thread."""
+        return Alarm(self.options.call_timeout_s)
 
     # -- what the worker asks for ----------------------------------------------------------
 
@@ -9215,6 +9214,8 @@ class Operations:
         """Do what was never done under these keys; say of each what became of it, in order."""
         claims = self._claims_for(wanted)
         known = self._ledger.operations_with(self._run.job, claims)
+        receipts = json.loads(f"[{','.join([row.receipt or 'null' for row in known.values()])}]")
+        receipt_of = dict(zip(known, receipts, strict=True))
         open_claims, todo = list[tuple[Claim, Operation]](), deque[Claim]()
         for key, claim in claims.items():
             row = known.get(key)
@@ -9226,7 +9227,7 @@ class Operations:
             if row.outcome is None:
                 open_claims.append((claim, row))
             else:
-                claim.done = self._known(row, number)
+                claim.done = self._known(row, number, receipt_of[key])
         if open_claims:
             todo.extend(self._find_out(open_claims, how))
         if todo:
@@ -9243,7 +9244,7 @@ class Operations:
     def require_none_open(self) -> None:
         """Let the run await a person if it would end with an operation whose outcome is unknown."""
         if unknown := self._ledger.open_operations(self._run):
-            self._driver.await_answer(unknown_end(self._run, unknown))
+            self.driver.await_answer(unknown_end(self._run, unknown))
 
     # -- keys ------------------------------------------------------------------------------
 
@@ -9274,9 +9275,8 @@ class Operations:
             " such as a revision.",
         )
 
-    def _known(self, row: Operation, number: int) -> Performed:
+    def _known(self, row: Operation, number: int, receipt: Any) -> Performed:
         """Return what a recorded operation counts as, and name the first that is met again."""
-        receipt = json.loads(row.receipt) if row.receipt else None
         if (row.run, row.number) == (self._run.key, number):
             return Performed("called" if row.outcome == DONE else "confirmed", receipt)
         if not self._said:
@@ -9284,7 +9284,7 @@ class Operations:
             told = self._ledger.events(self._run, what=SAID)
             if not any(event.why.startswith(MET_AGAIN) for event in told):
                 by = self._ledger.run(row.run).id
-                self._driver.say(f"{MET_AGAIN} {row.key!r}, of run {by}, {row.claimed_at}")
+                self.driver.say(f"{MET_AGAIN} {row.key!r}, of run {by}, {row.claimed_at}")
         return Performed("already done", receipt)
 
     def _answers(
@@ -9327,10 +9327,10 @@ class Operations:
         if foreign:
             self._ledger.take_up(self._run, self._generation, foreign)
         absent = self._look_up(claims, how) if how.lookup else []
-        if absent and self._host.monotonic() < self._settled_at:
+        if absent and self.host.monotonic() < self._settled_at:
             self._wait_until(self._settled_at)
             absent = self._look_up(absent, how)
-        why = f"lookup did not find it, {self._options.settle_s:g} s after its call was cut off"
+        why = f"lookup did not find it, {self.options.settle_s:g} s after its call was cut off"
         self.tell([Told(claim.id, FREED, who="lookup", why=why) for claim in absent])
         if len(absent) + sum(bool(claim.done.counts_as) for claim in claims) < len(claims):
             self.require_none_open()
@@ -9339,9 +9339,8 @@ class Operations:
     def _look_up(self, claims: Sequence[Claim], how: How) -> list[Claim]:
         """Ask the destination for each; record what is found, return what is absent."""
         lookup = cast("Callable[[str], Any]", how.lookup)
-        limit_s, ended = self._options.call_timeout_s, list[Claim]()
-        made = (self._host, self._driver, how, limit_s, lambda claim: lookup(claim.key))
-        with Crew(*made, "operation.looked_up") as crew:
+        ended = list[Claim]()
+        with Crew(self, how, lambda claim: lookup(claim.key), "operation.looked_up") as crew:
             crew.ready.extend(claims)
             while crew.ready or crew.out:
                 for claim in crew.turn():
@@ -9350,7 +9349,7 @@ class Operations:
         found = [c for c in ended if c.began and c.error is None and c.result is not None]
         texts = [(claim, self.receipt_text(claim)) for claim in found]
         self.tell([Told(c.id, CONFIRMED, text, "lookup") for c, text in texts if text])
-        self._driver.pass_gate()
+        self.driver.pass_gate()
         for claim, text in texts:
             claim.done = Performed("confirmed", claim.result)
             if text is None:
@@ -9370,9 +9369,9 @@ class Operations:
 
     def _wait_until(self, moment: float) -> None:
         """Wait, as a place to stop."""
-        while (left_s := moment - self._host.monotonic()) > 0:
-            self._driver.pass_gate()
-            self._host.sleep(min(left_s, TICK_S))
+        while (left_s := moment - self.host.monotonic()) > 0:
+            self.driver.pass_gate()
+            self.host.sleep(min(left_s, TICK_S))
 
     def is_not_done(self, error: BaseException) -> bool:
         """Ask the job whether an error says for sure that nothing was done."""
@@ -9390,16 +9389,14 @@ class Effects:
 
     def __init__(self, of: Operations, number: int, how: How, todo: deque[Claim]) -> None:
         self._of, self._todo, self._how = of, todo, how
-        options, call = of._options, how.call
-        name = recorded_lookup(how.lookup) if how.lookup else None
+        name, call = recorded_lookup(how.lookup) if how.lookup else None, how.call
         self._of_all = {"number": number, "lookup": name, "irreversible": int(how.irreversible)}
-        made = (of._host, of._driver, how, options.call_timeout_s)
-        self._crew = Crew(*made, lambda c: call(c.key, *c.arguments), "operation.called")
+        self._crew = Crew(of, how, lambda c: call(c.key, *c.arguments), "operation.called")
         self._most = max(SLICE, how.workers)
         self._size = min(how.workers, len(todo))
         self._claimed = 0  # and not come back
         self._told: list[Told] = []
-        self._turned_at = of._host.monotonic()
+        self._turned_at = of.host.monotonic()
         self._errors: list[BaseException] = []  # for which the attempt ends
         self._is_over = False  # whether no call follows, for an error that tells all
         self._waits_until = 0.0
@@ -9423,7 +9420,7 @@ class Effects:
 
     def _turn(self) -> None:
         """Tell what ended, and claim the next slice, in one transaction."""
-        now = self._of._host.monotonic()
+        now = self._of.host.monotonic()
         if len(self._told) >= self._size:  # a whole slice has ended
             if now - self._turned_at < SLICE_S:
                 self._size = min(2 * self._size, self._most)
@@ -9444,7 +9441,7 @@ class Effects:
         if self._is_over:
             self._todo.clear()
             return
-        self._of._driver.pass_gate()
+        self._of.driver.pass_gate()
         self._of._wait_until(self._waits_until)
         self._todo = deque(sorted(self._todo, key=lambda claim: claim.id or sys.maxsize))
         self._crew.halted = False
@@ -9470,10 +9467,10 @@ class Effects:
             self._told.append(Told(claim.id, None, why=why))
             self._end(error)
             return
-        now, asked_s = of._host.monotonic(), retry_after_s(error, of._host.now())
+        now, asked_s = of.host.monotonic(), retry_after_s(error, of.host.now())
         claim.since = claim.since or now
-        waits_until = now + max(asked_s or 0.0, of._options.retry_first_wait_s)
-        if asked_s is not None and waits_until <= claim.since + of._options.retry_for_s:
+        waits_until = now + max(asked_s or 0.0, of.options.retry_first_wait_s)
+        if asked_s is not None and waits_until <= claim.since + of.options.retry_for_s:
             self._waits_until = max(self._waits_until, waits_until)
             self._crew.halted = True
             self._again(claim, why)

@@ -290,6 +290,8 @@ def test_a_key_twice_in_a_batch_is_called_once_and_both_get_its_receipt(
         (('f"push/{record}"', '"x" * 513'), "An operation cannot have the key 'xxx"),
         (('f"push/{record}"', "record"), "An operation cannot have the key 0."),
         (('"none" else s.rate', '"none" else "fast"'), "cannot go on at the rate 'fast'"),
+        (("workers=s.workers", "workers=0"), "cannot go on with workers=0, on_error='raise'."),
+        (("on_error=s.on_error", 'on_error="skip"'), "with workers=3, on_error='skip'."),
     ],
 )
 def test_what_cannot_be_an_operation_is_refused_before_any_call(
@@ -363,6 +365,24 @@ def test_a_lookup_is_recorded_if_another_process_can_call_it() -> None:
     assert recorded(given) == ["conftest:wait_for", [1], {"text": "y"}]
     for other in (lambda key: key, Shop.answer, partial(print, Shop)):
         assert recorded(other) is None
+
+
+def test_an_operation_behind_the_targets_commit_is_refused(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    """After a crash there the batch would be rolled forward, and its operations forgotten."""
+    shop = Shop(tmp_path / "shop", server, "keys")
+    behind = (
+        '    target = ctx.connect("sqlite:t.db")\n'
+        '    for batch in ctx.batches(list(range(s.records)), name="main", target=target):\n'
+        "        with batch.transaction():\n            pass\n"
+    )
+    loop = '    for batch in ctx.batches(list(range(s.records)), name="main"):\n'
+    assert loop in JOB
+    shop.write((CLIENT + JOB).replace(loop, behind))
+    assert run(nurse, shop, "run", "push") == 1
+    assert "once() of batch 1 was called after the batch was closed." in said(shop)
+    assert shop.effects == {}
 
 
 # --- what goes wrong outside ----------------------------------------------------------------------
