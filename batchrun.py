@@ -411,6 +411,8 @@ class Run(NamedTuple):
     own_s: float
     error: str | None
     retry_of: str | None  # id of the run whose rejects this one takes up again
+    rollback_of: str | None  # id of the run whose batches this one undoes
+    rollback_to: int | None  # the newest commit of that run which it leaves as it is
     tried: str | None  # the armed try, as JSON: loop, cursor, limit, of one record its end
     tries: int  # how many tries of it were charged
     paused_s: float  # for how long supervisors kept it paused because it was not well
@@ -422,6 +424,11 @@ class Run(NamedTuple):
     def finished(self) -> bool:
         """Whether nothing can go on here any more."""
         return self.state in FINISHED
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it does the job itself: no retry of rejects, no rollback."""
+        return self.retry_of is None and self.rollback_of is None
 
 
 class Attempt(NamedTuple):
@@ -471,6 +478,8 @@ class BatchRow(NamedTuple):
     hash: str
     at: str
     elapsed_s: float
+    remembered: int  # rows
+    images: str | None  # the file that has them
 
 
 class Cleanup(NamedTuple):
@@ -1663,6 +1672,8 @@ OPTIONS = {
     "when_blocked": ConfigKey("when_blocked", "refuse", _REFUSE_OR_DEFER, "by maintenance"),
     "once_per": ConfigKey("once_per", "", _PERIOD, "in which one success is enough"),
     "zone": ConfigKey("zone", "UTC", _zone, "whose days those are"),
+    "max_remembered": ConfigKey("max_remembered_bytes", "64MB", parse_size, "by one batch"),
+    "critical": ConfigKey("critical", default=False, read=_yes_or_no, meaning="needs a rollback"),
 }
 _FACTOR = _text(str, "|".join(FACTORS), " or ".join(json.dumps(name) for name in FACTORS))
 _NAME = _text(str, r"\S(.{0,62}\S)?", "a name of 1 to 64 characters")
@@ -1764,6 +1775,8 @@ class JobConfig(NamedTuple):
     when_blocked: str
     once_per: str
     zone: str
+    max_remembered_bytes: int
+    critical: bool
 
     @property
     def module(self) -> str:
@@ -2410,6 +2423,17 @@ def changed_settings(before: Mapping[str, str], settings: object, folder: Path) 
 # SHA256 is the commit's hash. Each body carries `previous`, the hash of the commit before it, so
 # the commits of a run are a chain; commit 1 hangs on `first_hash`, made from the ledger's uuid,
 # the run and the settings.
+#
+# state/images/JOB/RUN/NUMBER-GENERATION-SHA256 is the *image* of a batch, the rows that it has
+# remembered: of commit NUMBER, staged by GENERATION; SHA256 is that of the file's bytes.
+#
+#   batchrun-image FORMAT LENGTH ROWS BYTES\n       LENGTH of what follows; BYTES when unpacked
+#   zlib stream                                     the rows as cursors are encoded, in JSON lists
+#                                                   of 100, one a line; the last may have less
+#
+# An image is written once, durable with its folder before its batch is committed anywhere, and
+# counts if and only if a commit names it. One above the newest commit is left of an older try, and
+# is removed when that batch begins again.
 
 CHECKPOINT_MAGIC = "batchrun-checkpoint"
 CHECKPOINT_FORMAT = 1
@@ -2597,6 +2621,8 @@ INNER_FIELDS: dict[str, set[str]] = {
     "totals": {"read", "rejected", "batches", "counts"},
     "link": {"read", "rejected", "staged", "counts", "first_key", "last_key", "elapsed_s"},
 }
+IMAGE_FIELDS = ("remembered", "images")  # of a link, where the batch has remembered rows
+SELDOM = {*IMAGE_FIELDS, "undoes"}  # fields that a link has only if there is something to say
 
 
 def first_hash(ledger: str, run: str, settings: str) -> str:
@@ -2662,7 +2688,7 @@ def _checkpoint_of(body: bytes) -> Checkpoint:
     checkpoint = Checkpoint._make(map(fields.get, Checkpoint._fields))
     found = zip(Checkpoint._fields, checkpoint, CHECKPOINT_TYPES, strict=True)
     wrong = [name for name, value, types in found if type(value) not in types]
-    wrong = wrong or [name for name, inner in INNER_FIELDS.items() if fields[name].keys() != inner]
+    wrong = wrong or [n for n, inner in INNER_FIELDS.items() if fields[n].keys() - SELDOM != inner]
     if wrong:
         raise BrokenCheckpoint(f"its field `{wrong[0]}` is not what it should be")
     try:
@@ -2746,6 +2772,122 @@ class CheckpointStore:
                 path.unlink(missing_ok=True)
 
 
+IMAGE_MAGIC = "batchrun-image"
+IMAGE_FORMAT = 1
+ROWS_A_LINE = 100
+EXACT = {str, int, float, bool, type(None)}  # come back from JSON as they were; NaN is refused
+
+
+class BrokenImage(PersonNeeded):
+    """An image that is not there or not valid; says which and in which way."""
+
+
+class ImageInMaking:
+    """What one batch remembers, packed as it comes; `too_much` is raised beyond `limit` bytes."""
+
+    def __init__(self, limit: int, too_much: BatchrunError) -> None:
+        import zlib  # only batches that remember
+
+        self._packer, self._packed = zlib.compressobj(1), list[bytes]()
+        self._waiting, self._limit, self._too_much = list[object](), limit, too_much
+        self.rows = self._size = 0
+
+    def add(self, rows: Iterable[object]) -> None:
+        """Add rows; CursorError if one could not be had back."""
+        for row in rows:
+            try:  # JSON is exact for most rows: a third of the time
+                plain = type(row) is tuple and EXACT.issuperset(map(type, row))
+                self._waiting.append({"$tuple": row} if plain else _to_plain(row))
+            except (ValueError, RecursionError) as error:
+                raise CursorError(f"{row!r:.300} cannot be remembered: {error}.") from error
+            self.rows += 1
+            if len(self._waiting) == ROWS_A_LINE:
+                self._pack()
+
+    def _pack(self) -> None:
+        try:
+            line = f"{_compact(self._waiting)}\n".encode("utf-8", "surrogatepass")
+        except ValueError as error:
+            raise CursorError(f"NaN or infinity cannot be remembered: {error}.") from error
+        self._packed.append(self._packer.compress(line))
+        self._size, self._waiting = self._size + len(line), []
+        if self._size > self._limit:
+            raise self._too_much
+
+    def content(self) -> bytes:
+        """Return the image as its file's bytes; nothing can be added any more."""
+        self._pack()
+        packed = b"".join([*self._packed, self._packer.flush()])
+        header = f"{IMAGE_MAGIC} {IMAGE_FORMAT} {len(packed)} {self.rows} {self._size}\n"
+        return header.encode() + packed
+
+
+class ImageStore:
+    """The images of one run, in a folder of their own; whoever writes holds the job's lock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, number: int, generation: int, content: bytes) -> str:
+        """Write an image, durable with its folder, and return its name."""
+        for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
+            make_private_folder(folder)
+        name = f"{number}-{generation}-{sha256(content).hexdigest()}"
+        reach("image.write", number)
+        write_atomically(self.folder / name, content)
+        reach("image.written", number)
+        return name
+
+    def look(self, name: str) -> int:
+        """Return how many bytes an image unpacks to, if its header and its length are right."""
+        try:
+            with os.fdopen(os.open(self.folder / name, READ_PLAIN), "rb") as file:
+                header, size = file.readline(200), os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise self._broken(name, error.strerror or "") from error
+        magic, *numbers = header.decode("ascii", "replace").split() or [""]
+        if magic != IMAGE_MAGIC or len(numbers) != 4 or not all(map(str.isdecimal, numbers)):
+            raise self._broken(name, "it does not begin with an image's header")
+        image_format, length, _, unpacked = map(int, numbers)
+        if image_format > IMAGE_FORMAT:
+            raise NewerFormat(f"{self.folder / name} has format", image_format, IMAGE_FORMAT)
+        if size != len(header) + length:
+            raise self._broken(name, f"it has {size} bytes, not {len(header) + length}")
+        return unpacked
+
+    def lines(self, name: str) -> list[bytes]:
+        """Return the lines of an image, of ROWS_A_LINE rows each; the whole of it is checked."""
+        import zlib
+
+        self.look(name)
+        content = (self.folder / name).read_bytes()
+        if sha256(content).hexdigest() != name.rpartition("-")[2]:
+            raise self._broken(name, "it has other bytes than were written")
+        return zlib.decompress(content.partition(b"\n")[2]).split(b"\n")[:-1]
+
+    def sweep(self, newest: int) -> None:
+        """Remove what older tries have left above the newest commit; only under the job's lock."""
+        for path in self.folder.glob("*"):
+            number = path.name.partition("-")[0]
+            if path.name.startswith(".") or (number.isdecimal() and int(number) > newest):
+                path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove all images of a run that can need them no more."""
+        self.sweep(-1)
+        with contextlib.suppress(OSError):  # never there, or somebody keeps something in it
+            self.folder.rmdir()
+
+    def _broken(self, name: str, why: str) -> BrokenImage:
+        return BrokenImage(
+            f"What batch {name.partition('-')[0]} of run {self.folder.name} has remembered cannot"
+            " be read.",
+            why=f"{self.folder / name}: {why}",
+            unchanged="Nothing was done with it.",
+            todo="Put that file back from a backup, then type this again.",
+        )
+
+
 # ======================================================================================
 # 5. Ledger: what happened
 # ======================================================================================
@@ -2775,6 +2917,13 @@ class CheckpointStore:
 # a run with `retry_of`: its admission lets it take up open rejects (`reject.retry`), and each of
 # its commits marks those up to its cursor as retried, in the same transaction. What it rejects
 # again is a new row, listed with the old ones. A retry is no success of the whole job.
+#
+# A rollback is a run with `rollback_of`: it undoes the batches of that run above the commit
+# `rollback_to`, newest first, from what they have remembered (section 4). What a succeeded rollback
+# has undone is remembered no more, and a run that was rolled back, or that is a rollback, is no
+# success of the job. It begins if and only if none of REFUSED_ROLLBACKS applies, which is judged
+# inside its admission: what later runs have changed is undone before, so that the rows come back
+# in the order in which they went.
 #
 # A *barrier* is the row of a maintenance. It is made and closed in the transaction that looks at
 # the lockfile (section 6): `raise_barrier` and `lower_barrier` write and remove it in there. Write
@@ -2924,6 +3073,8 @@ CREATE TABLE operation (
   who TEXT, why TEXT, UNIQUE (job, key)
 ) STRICT;
 CREATE INDEX open_operation ON operation (run, id) WHERE outcome IS NULL;
+CREATE INDEX rollback_of_run ON run (rollback_of) WHERE rollback_of IS NOT NULL;
+CREATE INDEX batch_that_remembers ON batch (run, number) WHERE images IS NOT NULL;
 -- of tables that version 2 brought, and that a ledger of version 1 gets above
 ALTER TABLE cleanup ADD COLUMN of_run INTEGER NOT NULL DEFAULT 0;
 """
@@ -3005,6 +3156,10 @@ REJECTS = """SELECT * FROM (
     j.tries, j.state, n.id AS retry, j.why, j.run AS key
   FROM reject j JOIN run r ON r.key = j.run LEFT JOIN run n ON n.key = j.retry
   WHERE j.confirmed AND j.run IN (SELECT key FROM run WHERE id = ?1 OR retry_of = ?1))"""
+# What is remembered and not undone: key of the run r, number and image of its batch b.
+REMEMBERED = """SELECT r.key, b.number, b.images FROM batch b JOIN run r ON r.key = b.run
+  WHERE b.images IS NOT NULL AND b.number <= coalesce((SELECT min(u.rollback_to) FROM run u
+    WHERE u.rollback_of = r.id AND u.state = 'succeeded'), b.number)"""
 # The runs not finished before event ?1 and begun by event ?2, and whether ?1 accounts for each.
 FOUND = """SELECT key, first < ?1 OR stored IS NOT NULL FROM (SELECT key,
     (SELECT min(id) FROM event WHERE run = key) AS first,
@@ -3088,6 +3243,15 @@ class Retry(NamedTuple):
     spots: Sequence[tuple[int, int, int]]
 
 
+class Rollback(NamedTuple):
+    """What is undone: the commits of a run above one, and not above another."""
+
+    of: Run
+    to: int  # the newest commit that stays
+    top: int  # the newest that no rollback has undone yet
+    why: str = ""
+
+
 class Start(NamedTuple):
     """One start, as an admission judges it."""
 
@@ -3104,6 +3268,7 @@ class Start(NamedTuple):
     fresh_reason: str = "a fresh start was asked for"
     fresh_in_a_row: int = 0
     retry: Retry | None = None  # what a new run takes up in the place of its sources
+    rollback: Rollback | None = None  # what a new run undoes, in the place of doing the job
     # whether the unfinished run is to be left as it stands
     leaves: Callable[[Run], bool] = lambda _: False
 
@@ -3306,12 +3471,13 @@ class Ledger:
         return self._all(Run, "WHERE key IN (SELECT max(key) FROM run GROUP BY job) ORDER BY key")
 
     def last_success(self, job: str) -> Run | None:
-        """Return a job's newest run that succeeded; a retry of rejects is no such run."""
-        return self._one(
-            Run,
-            "WHERE job = ? AND state = 'succeeded' AND retry_of IS NULL ORDER BY key DESC LIMIT 1",
-            job,
+        """Return a job's newest whole run that succeeded and was not rolled back."""
+        whole = (
+            "retry_of IS NULL AND rollback_of IS NULL AND NOT EXISTS (SELECT 1 FROM run u"
+            " WHERE u.rollback_of = run.id AND u.state = 'succeeded')"
         )
+        sql = f"WHERE job = ? AND state = 'succeeded' AND {whole} ORDER BY key DESC LIMIT 1"
+        return self._one(Run, sql, job)
 
     def run_with_id(self, name: str) -> Run | None:
         """Return the run of exactly this id."""
@@ -3363,6 +3529,62 @@ class Ledger:
             " WHERE j.confirmed AND j.state = 'open' GROUP BY 1 ORDER BY 1"
         )
         return [(self.run(key), count) for key, count in self._rows(sql)]
+
+    def rollbacks(self, run: Run) -> list[Run]:
+        """Return the runs that undo a run's batches, oldest first."""
+        return self._all(Run, "WHERE rollback_of = ? ORDER BY key", run.id)
+
+    def rollback(self, of: Run, to: int, why: str = "", by: Run | None = None) -> Rollback:
+        """Return what a rollback of a run to a commit undoes; `by`: it, if it has begun."""
+        before = [each for each in self.rollbacks(of) if by is None or each.key < by.key]
+        done = [each.rollback_to for each in before if each.state == RunState.SUCCEEDED]
+        return Rollback(of, to, min(cast("list[int]", done), default=of.number), why)
+
+    def rollback_by(self, run: Run) -> Rollback:
+        """Return what a run undoes that is a rollback."""
+        of = cast("Run", self.run_with_id(run.rollback_of or ""))
+        return self.rollback(of, run.rollback_to or 0, by=run)
+
+    def batches_of(self, rollback: Rollback) -> list[BatchRow]:
+        """Return the batches that a rollback undoes, newest first, with or without an image."""
+        sql = "WHERE run = ? AND number > ? AND number <= ? AND kind = 'batch' ORDER BY number DESC"
+        return self._all(BatchRow, sql, rollback.of.key, rollback.to, rollback.top)
+
+    def operations_of(self, rollback: Rollback) -> list[Operation]:
+        """Return the operations that those batches have made, oldest first."""
+        where = f"WHERE run = ? AND number > ? AND number <= ? AND outcome IS NOT '{FREED}'"
+        bounds = (rollback.of.key, rollback.to, rollback.top)
+        return self._all(Operation, f"{where} ORDER BY id", *bounds)
+
+    def images_needed(self) -> list[tuple[Run, list[tuple[int, str]]]]:
+        """Return the runs whose images a rollback may still read: numbers and names, in order."""
+        found: dict[int, list[tuple[int, str]]] = {}
+        for key, number, name in self._rows(f"{REMEMBERED} ORDER BY r.key, b.number"):
+            found.setdefault(key, []).append((number, name))
+        return [(self.run(key), images) for key, images in found.items()]
+
+    def require_can_roll_back(self, rollback: Rollback) -> None:
+        """Refuse a rollback that must not begin; says why, and what to do first."""
+        run, to, top, _ = rollback
+        going_on = self.unfinished(run.job)
+        unknown = len(self.open_operations(run))
+        later = f"{REMEMBERED} AND r.job = ? AND r.key > ? ORDER BY r.key DESC LIMIT 1"
+        newest = self._rows(later, run.job, run.key)
+        remembers = any(row.images for row in self.batches_of(rollback))
+        applies: dict[str, object] = {
+            "is one": run.rollback_of,
+            "unfinished": not run.finished,
+            "another goes on": going_on,
+            "unknown": unknown,
+            "later": newest,
+            "no such batch": to < 0 or to > run.number,
+            "done": to >= top and top < run.number,
+            "nothing": not remembers,
+        }
+        clause = next((clause for clause, so in applies.items() if so), "")
+        if clause:
+            other = going_on or (self.run(newest[0][0]) if newest else run)
+            raise cannot_roll_back(clause, rollback, other, unknown)
 
     def releases_until(self, run: Run) -> float | None:
         """Return by when a run's worker has released what it holds; None if it is not at that."""
@@ -3451,11 +3673,6 @@ class Ledger:
         """Return the runs that have claims without an outcome, and how many."""
         sql = "SELECT run, count(*) FROM operation WHERE outcome IS NULL GROUP BY run ORDER BY run"
         return [(self.run(key), count) for key, count in self._rows(sql)]
-
-    def irreversible_operations(self, run: Run, after: int = 0) -> list[Operation]:
-        """Return what a run did, behind a commit, that its job says cannot be taken back."""
-        where = "WHERE run = ? AND irreversible AND outcome IS NOT 'freed' AND number > ?"
-        return self._all(Operation, f"{where} ORDER BY id", run.key, after)
 
     def newest_operation(self) -> int:
         """Return the highest operation id that was ever given; no row is ever deleted."""
@@ -3744,6 +3961,8 @@ class Ledger:
             return None, False
         if start.retry and not kept:
             raise unfinished_before_retry(run)
+        if start.rollback and not kept:
+            raise cannot_roll_back("another goes on", start.rollback, run)
         return run, kept
 
     def _finished_meanwhile(self, job: str) -> Run:
@@ -3759,11 +3978,18 @@ class Ledger:
             "fresh_in_a_row": start.fresh_in_a_row,
             "retry_of": start.retry and (start.retry.of.retry_of or start.retry.of.id),
         }
+        undoes = start.rollback
+        if undoes:
+            self.require_can_roll_back(undoes)
+            columns |= {"rollback_of": undoes.of.id, "rollback_to": undoes.to}
         run = self._make_run(start.run_id, job, state, self._host.now(), **columns)
         said = "started" if state == RunState.RESERVED else str(state)
         self._event(run, start.who, said, TRANSITIONS[NEW, state])
         if start.retry:
             self._take_up(start.retry, run.key)
+        if undoes:
+            why = f"to batch {undoes.to}, by run {run.id}{undoes.why and f': {undoes.why}'}"
+            self._event(undoes.of, start.who, "rollback begun", why)
         return run
 
     def _make_run(self, name: str, job: str, state: RunState, at: str, **columns: object) -> Run:
@@ -3921,6 +4147,9 @@ class Ledger:
         counts = (run.key, digest, _compact(link["counts"]))
         held = map(gauges.get, GAUGES)
         self._sql(ADD_COMMIT, (*counts, *OF_COMMIT(checkpoint), *OF_LINK(link), *held))
+        if "images" in link:
+            of_commit: dict[str, object] = {"run": run.key, "number": checkpoint.number}
+            self._set("batch", of_commit, **{name: link[name] for name in IMAGE_FIELDS})
         return cast("str | None", fenced[0])
 
     def stage_rejects(
@@ -4579,6 +4808,49 @@ def nothing_to_retry(run: Run) -> NotFound:
         unchanged="Nothing was started.",
         todo=f"See: batchrun rejects list {run.id}",
     )
+
+
+REFUSED_ROLLBACKS = {  # why a rollback must not begin, first that applies: what, why, what to do
+    "is one": """Run {run} of {job} is a rollback itself, of run {of}.
+It put back what was there before; what it has overwritten is not kept.
+Begin the job anew: batchrun run {job}""",
+    "unfinished": """Run {run} of {job} is {state}, so it is not rolled back.
+Whoever goes on with it would do again what is undone.
+First give it up: batchrun cancel {run}""",
+    "another goes on": """Run {other} of {job} is {other_state}.
+A job has one unfinished run at most, and a rollback is a run of its own.
+First type one of:
+  batchrun resume {other}
+  batchrun cancel {other}""",
+    "unknown": """{unknown} operations of run {run} of {job} have no known outcome.
+Whether there is something to undo in the outside world is to be known first.
+Type: batchrun reconcile {run}""",
+    "later": """Run {other} of {job} is newer and has remembered rows that are not rolled back.
+It has changed what run {run} left; the newest changes are undone first.
+First type: batchrun rollback {other}""",
+    "no such batch": """Run {run} of {job} has no batch {to}; its newest commit is {number}.
+Batches above --to-batch are undone, and 0 undoes all.
+See: batchrun report {run}""",
+    "done": """Run {run} of {job} is rolled back to batch {top} already.
+There is nothing above batch {to} that is not undone.
+See: batchrun report {run}""",
+    "nothing": """Run {run} of {job} has nothing to undo above batch {to}.
+None of those batches has remembered a row.
+See: batchrun report {run}""",
+}
+
+
+def cannot_roll_back(
+    clause: str, rollback: Rollback, other: Run, unknown: int = 0
+) -> BatchrunError:
+    """Return the letter for a rollback that must not begin."""
+    run, to, top, _ = rollback
+    facts = {"run": run.id, "job": run.job, "state": run.state, "number": run.number}
+    facts |= {"to": to, "top": top, "of": run.rollback_of, "unknown": unknown}
+    letter = REFUSED_ROLLBACKS[clause].format(**facts, other=other.id, other_state=other.state)
+    what, why, todo = letter.split("\n", 2)
+    kind = ConfigurationError if clause == "no such batch" else PersonNeeded
+    return kind(what, why=why, unchanged="Nothing was undone.", todo=todo)
 
 
 def lost_ownership(run: Run, generation: int) -> LostOwnership:
@@ -5320,6 +5592,10 @@ class StateDirectory:
     def store(self, job: str) -> CheckpointStore:
         """Return the checkpoints of a job."""
         return CheckpointStore(self.path / "checkpoints" / job)
+
+    def images(self, run: Run) -> ImageStore:
+        """Return what the batches of a run have remembered."""
+        return ImageStore(self.path / "images" / run.job / run.id)
 
     def stores(self) -> list[CheckpointStore]:
         """Return the checkpoints of every job that has some, also of one no longer configured."""
@@ -6260,6 +6536,9 @@ def usage_text(usage: Usage) -> str:
 # In a retry of rejects each loop reads what was taken up for it in the place of its source, with
 # the source's key and, for raw records, its parse=. No fingerprint is compared then.
 #
+# A rollback is driven like the job, by the generator that @job(rollback=) names. What it reads is
+# `ctx.remembered`: the rows of the batches that are undone, newest batch first, last row first.
+#
 # With a target each record is applied exactly once; without, at least once, and at most one batch
 # is repeated.
 
@@ -6283,10 +6562,12 @@ class Job:
         version: int,
         resumes: dict[int, Callable[[Any], Any]],
         retry_if: Callable[[BaseException], object] | None,
-        not_done: Callable[[BaseException], object] | None,
+        not_done: Callable[[BaseException], object] | None = None,
+        rollback: Callable[..., Iterator[Any]] | None = None,
     ) -> None:
         self.function, self.settings, self.version = function, settings, version
         self.resumes, self.retry_if, self.not_done = resumes, retry_if, not_done
+        self.rollback = rollback
 
     @property
     def title(self) -> str:
@@ -6312,7 +6593,8 @@ class Job:
                 todo="Add a converter to @job(resumes={...}), install that version again, or type:"
                 f" batchrun run {checkpoint.job} --fresh",
             )
-        if version == self.version or checkpoint.kind != "batch":  # no loop was under way
+        ours = "undoes" in checkpoint.link  # a cursor of ctx.remembered, or of another loop there
+        if ours or version == self.version or checkpoint.kind != "batch":  # no loop was under way
             return cursor
         try:
             converted = self.resumes[version](cursor)
@@ -6342,6 +6624,18 @@ class Job:
             raise ConfigurationError(message, unchanged="Nothing was begun.")
         return None
 
+    def undoing(self, run: Run) -> Callable[..., Iterator[Any]]:
+        """Return what undoes a run, or goes on with undoing one; ConfigurationError without it."""
+        if self.rollback is not None:
+            return self.rollback
+        of = run.rollback_of or run.id
+        raise ConfigurationError(
+            f"The job {run.job} has no rollback, so run {of} cannot be undone.",
+            why="How to undo a batch, only the job can say: @job(rollback=undo).",
+            unchanged="Nothing was undone.",
+            todo="Give it a rollback that reads ctx.remembered, then type this again.",
+        )
+
     def __call__(self, context: Any) -> Iterator[Any]:
         """Begin the job's generator."""
         return self.function(context)
@@ -6359,6 +6653,7 @@ def job(
     resumes: dict[int, Callable[[Any], Any]] | None = None,
     retry_if: Callable[[BaseException], object] | None = None,
     not_done: Callable[[BaseException], object] | None = None,
+    rollback: Callable[..., Iterator[Any]] | None = None,
 ) -> Callable[[Callable[..., Iterator[Any]]], Job]: ...
 
 
@@ -6371,6 +6666,7 @@ def job(
     resumes: dict[int, Callable[[Any], Any]] | None = None,
     retry_if: Callable[[BaseException], object] | None = None,
     not_done: Callable[[BaseException], object] | None = None,
+    rollback: Callable[..., Iterator[Any]] | None = None,
 ) -> Any:
     """Declare a generator function as a job.
 
@@ -6382,20 +6678,22 @@ def job(
         retry_if: called with an exception of the job; whether trying the batch again may help.
         not_done: called with an exception of an operation's call; whether it says for sure that
             nothing was sent, or that the destination refused. Else the outcome is unknown.
+        rollback: a generator function like the job, which reads ctx.remembered and undoes it.
 
     Raises:
-        JobError: the function is no generator function.
+        JobError: one of the functions is no generator function.
     """
 
     def declare(function: Callable[..., Any]) -> Job:
-        if function.__code__.co_flags & 0x20:  # inspect.CO_GENERATOR, without importing it
-            return Job(function, settings, version, dict(resumes or {}), retry_if, not_done)
-        raise JobError(
-            f"The job {function.__name__} never yields.",
-            why="A job yields each batch after its work; yielding is what commits it.",
-            unchanged="Nothing was begun.",
-            todo="End the loop's body with: yield batch",
-        )
+        for each in filter(None, (function, rollback)):
+            if not each.__code__.co_flags & 0x20:  # inspect.CO_GENERATOR, without importing it
+                raise JobError(
+                    f"The job {each.__name__} never yields.",
+                    why="A job yields each batch after its work; yielding is what commits it.",
+                    unchanged="Nothing was begun.",
+                    todo="End the loop's body with: yield batch",
+                )
+        return Job(function, settings, version, dict(resumes or {}), retry_if, not_done, rollback)
 
     return declare if function is None else declare(function)
 
@@ -6494,6 +6792,15 @@ Use 1 to 200 printable characters.""",
     "no size": """Loop {loop!r} cannot have batches of {size} records.
 A batch is what is held in memory and done again after a crash.
 Use a whole number from 1 to {most:,}.""",
+    "too much": """Batch {number} remembers more than {limit:,} bytes.
+What a rollback needs of a batch is kept in one file, and held in memory while it is packed.
+Remember only rows that change, lower batch_size, or raise max_remembered in [jobs.{job}].""",
+    "undoing": """Batch {number} of a rollback called remember().
+A rollback is not rolled back itself; the job is begun anew.
+Leave it out of the function that @job(rollback=) names.""",
+    "no rollback": """ctx.remembered was asked for in a run that is no rollback.
+Only `batchrun rollback RUN` hands out what a run has remembered.
+Read it in the function that @job(rollback=) names.""",
     "no target": """Loop {loop!r} has no target, so its batches have no transaction().
 Its mark is kept where the rows are.
 Name the connection: ctx.batches(source, target=connection)""",
@@ -6807,8 +7114,11 @@ class Link:
     ended = False  # whether the source said that nothing follows
     read = 0  # records consumed, rejected ones included
     rejected = 0
-    # generation under which the rejects are in the ledger already; None if they are not
+    # generation under which rejects and image are kept already; None if they are not
     staged: int | None = None
+    remembered = 0  # rows, in `image` until they are staged
+    image: ImageInMaking | None = None
+    images: str | None = None  # the name of the file
     following: str | None = None  # the try that is armed by it, as JSON; None: not foreseen
     first_key: Any = None
     last_key: Any = None
@@ -7119,7 +7429,7 @@ class Mark:
                 if not target.is_open():
                     raise broken("ended it", loop=link.loop)
                 link.staged = self._course.generation
-                context._driver.stage_rejects(number, link)  # durable before the mark counts them
+                context._driver.stage(number, link)  # durable before the mark counts it
                 self._write(link)
                 reach("target.commit", number)
                 target.end("commit")
@@ -7133,7 +7443,7 @@ class Mark:
         """Write the mark; it changes a row only if we still own it and the number is new."""
         began = self._host.monotonic()
         course, number = self._course, self._course.number + 1
-        kept = ("read", "rejected", "staged", "counts", "ended", "source", "result")
+        kept = ("read", "rejected", "staged", "counts", "ended", "source", "result", *IMAGE_FIELDS)
         written = self.target.run_sql(
             "UPDATE batchrun_mark SET number = ?, first_key = ?, last_key = ?, cursor = ?,"
             " counts = ? WHERE run = ? AND loop = ? AND generation = ? AND number < ?",
@@ -7243,6 +7553,28 @@ class Batch:
                 raise broken("no reason", number=self.number, reason=type(reason).__name__)
             self._link.rejects.append(Reject(record, reason, handed=self._handed_out(record)))
             self._link.rejected += 1
+
+    def remember(self, rows: Iterable[object]) -> None:
+        """Keep rows as they are before this batch changes them, for a rollback of the run.
+
+        They count when the batch is committed. A row is what a cursor may be: text, numbers, dates,
+        bytes, None, and tuples, lists and dicts of those. More calls add to the first.
+
+        Raises:
+            JobError: the batch is closed, a row could not be had back, or there are too many.
+        """
+        context, link = self._context, self._link
+        with context._own_code():
+            self._require_open("remember()")
+            if context._course.run.rollback_of:
+                raise broken("undoing", number=self.number)
+            if link.image is None:
+                limit, job = context._max_remembered, context._course.run.job
+                facts = {"number": self.number, "limit": limit, "job": job}
+                link.image = ImageInMaking(limit, broken("too much", **facts))
+            with context._frame.switched(inside=True):  # the rows may be read as they are taken
+                link.image.add(rows)
+            link.remembered = link.image.rows
 
     def _handed_out(self, record: object) -> bool:
         """Tell whether something is one of the records, or equal to one."""
@@ -7407,8 +7739,11 @@ class Driver(Protocol):
     def begin_try(self, tried: str) -> None:
         """See that the try of the batch that is handed out is armed."""
 
-    def stage_rejects(self, number: int, link: Link) -> None:
-        """Store a commit's rejects, which do not count yet; refuse too many."""
+    def stage(self, number: int, link: Link) -> None:
+        """Store a commit's rejects and image, which do not count yet; refuse too many rejects."""
+
+    def remembered(self) -> Source:
+        """Return the rows that this run, a rollback, has to undo."""
 
     def taken_up(self, loop: str, after: Any, limit: int) -> list[RejectRow]:
         """Return the rejects that this run, a retry, has to read in the place of a source."""
@@ -7491,7 +7826,7 @@ class Context(Generic[S]):
         self._course, self._driver, self._acceptances = course, driver, acceptances
         self._host, self._last_success_read = host, last_success_read
         self._frame, self._cleanups = JobFrame(), cleanups
-        self._isolates = job_config.isolates
+        self._isolates, self._max_remembered = job_config.isolates, job_config.max_remembered_bytes
         self._loops: list[Loop] = []
         self._met: list[tuple[str, str]] = []
         self._current: Batch | None = None
@@ -7531,6 +7866,14 @@ class Context(Generic[S]):
         """Whether a stop was asked for; a long batch may end itself early by raising."""
         with self._frame.switched(inside=False):
             return self._driver.stop_is_asked()
+
+    @property
+    def remembered(self) -> Source:
+        """In a rollback: the rows that the run has remembered which is undone, newest first."""
+        with self._own_code():
+            if not self._course.run.rollback_of:
+                raise broken("no rollback")
+            return self._driver.remembered()
 
     def batches(
         self,
@@ -8821,6 +9164,41 @@ class _TakenUp:
         return rejects
 
 
+class Remembered:
+    """The rows that batches have remembered, newest batch first, last row first.
+
+    `batches` are in that order; cursor = (commit number, rows of its image that are left).
+    """
+
+    def __init__(self, batches: Sequence[BatchRow], store: ImageStore) -> None:
+        self._batches = [batch for batch in batches if batch.images]
+        self._store, self._open, self._lines = store, "", list[bytes]()
+
+    def key(self, _record: Any) -> None:
+        """Return nothing: what a row is, only the job knows."""
+
+    def total(self) -> int:
+        """Return the number of all rows."""
+        return sum(batch.remembered for batch in self._batches)
+
+    def read(self, after: tuple[int, int] | None, limit: int) -> tuple[list[Any], Any]:
+        """Return rows of one image, which is checked whole when it is opened."""
+        for batch in self._batches:
+            left = batch.remembered
+            if after is not None and batch.number >= after[0]:
+                left = after[1] if batch.number == after[0] else 0
+            if left:
+                if self._open != batch.images:
+                    self._open = batch.images or ""
+                    self._lines = self._store.lines(self._open)
+                line = (left - 1) // ROWS_A_LINE
+                first = max(left - limit, line * ROWS_A_LINE)
+                rows = decode_cursor(self._lines[line].decode("utf-8", "surrogatepass"))
+                start = line * ROWS_A_LINE
+                return rows[first - start : left - start][::-1], (batch.number, first)
+        return [], None
+
+
 def as_source(source: Any, key: Key | None = None) -> Source:
     """Return a source for a Source, a callable read(after, limit), or an iterable.
 
@@ -9856,6 +10234,73 @@ def check_run(ledger: Ledger, store: CheckpointStore, run: Run) -> list[Finding]
     return findings
 
 
+def check_images(ledger: Ledger, state: StateDirectory) -> list[Finding]:
+    """Return which images a rollback could not read, by their headers and sizes alone."""
+    findings = []
+    for run, images in ledger.images_needed():
+        for _, name in images:
+            try:
+                state.images(run).look(name)
+            except BatchrunError as error:
+                todo = "put that file back from a backup; only a rollback needs it"
+                findings.append(Finding(error.what, error.why, todo))
+    return findings
+
+
+def installed_job(config: Config, job_config: JobConfig) -> Job:
+    """Load a job's file as a command does; the working directory is the config's afterwards."""
+    check_trusted(config.path, what="the configuration")
+    os.chdir(config.folder)
+    with contextlib.redirect_stdout(sys.stderr):  # what a job's file prints is no result
+        return load_job(job_config)
+
+
+def check_rollbacks(config: Config) -> list[Finding]:
+    """Return which critical jobs have no rollback; imports their files."""
+    findings = []
+    for job_config in config.jobs.values():
+        try:
+            lacks = job_config.critical and installed_job(config, job_config).rollback is None
+        except BatchrunError as error:
+            what = f"whether the critical job {job_config.name} has a rollback is unknown"
+            findings.append(Finding(what, error.what, error.todo))
+        else:
+            what = f"the critical job {job_config.name} has no rollback"
+            why = "a run of it cannot be taken back"
+            todo = f"add @job(rollback=...) in {job_config.path}"
+            findings += [Finding(what, why, todo)] * lacks
+    return findings
+
+
+def look_at_rollback(
+    config: Config, state: StateDirectory, ledger: Ledger, rollback: Rollback
+) -> int:
+    """Check all that a rollback needs, changing nothing; return the bytes of its rows.
+
+    Raises:
+        ConfigurationError: the job has none.
+        PersonNeeded: it must not begin, its settings are other ones, or an image cannot be read.
+    """
+    run, job_config = rollback.of, config.job(rollback.of.job)
+    ledger.require_can_roll_back(rollback)
+    job = installed_job(config, job_config)
+    job.undoing(run)
+    settings = job.settings_from(job_config, run.overrides, config.folder)
+    if changed := changed_settings(run.settings, settings, config.folder):
+        raise PersonNeeded(
+            f"Settings of {run.job} changed since run {run.id}: {', '.join(changed)}.",
+            why="What it has remembered belongs to the old ones.",
+            unchanged="Nothing was undone.",
+            todo="Put them back in the configuration, then type this again.",
+        )
+    store, size = state.images(run), 0
+    for batch in ledger.batches_of(rollback):
+        if batch.images:
+            store.lines(batch.images)
+            size += store.look(batch.images)
+    return size
+
+
 TARGET = "target"  # an event whose `why` is a loop and the SQLite file that has its mark
 
 
@@ -9969,6 +10414,8 @@ def require_loads(
     if version is not None and (checkpoint is None or checkpoint.job_version == version):
         return
     job = load_job(job_config)
+    if run.rollback_of:
+        job.undoing(run)
     if version not in (None, job.version):
         written = (
             f"its checkpoint was written by version {cast('Checkpoint', checkpoint).job_version}"
@@ -10165,7 +10612,7 @@ class Standing(NamedTuple):
 def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
     """Return how a run stands, after looking at its processes."""
     if run.finished:
-        return Standing(run.state, "", f"batchrun report {run.id}")
+        return Standing(run.state, rolled_back_text(ledger, run), f"batchrun report {run.id}")
     if run.state in OWNED or run.checks_at:
         owned = owned_standing(run, ledger.last_attempt(run), host)
         if owned is not None:
@@ -10178,6 +10625,12 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
         run = run._replace(error=why)
     reply = reply_to("tick", ledger, run)
     return Standing(run.state, *what_next(ledger, run), reply == Reply.GO_ON, reply == Reply.SKIP)
+
+
+def rolled_back_text(ledger: Ledger, run: Run) -> str:
+    """Return which rollback has undone a run, and how far; nothing if none has."""
+    undone = [each for each in ledger.rollbacks(run) if each.state == RunState.SUCCEEDED]
+    return "".join(f"rolled back to batch {r.rollback_to} by run {r.id}" for r in undone[-1:])
 
 
 def never_run(job: str) -> Standing:
@@ -10353,6 +10806,7 @@ class Worker:
         self._store, self._lock_path = state.store(order.job), state.lock_path(order.job)
         self._maintenance = state.maintenance
         self._run = ledger.run(order.run)
+        self._images, self._images_of = state.images(self._run), state.images
         self._event, self._settings_digest = 0, ""
         self._context: Context[Any] | None = None
         self._generator: Any = None
@@ -10440,12 +10894,20 @@ class Worker:
             ) from error
         if digest != self._run.hash:
             raise lost_ownership(self._run, self._order.generation)
+        undoes = checkpoint.link.get("undoes")
+        if undoes != self._run.rollback_of:
+            raise PersonNeeded(
+                f"Run {self._run.id} is a rollback of run {undoes}, which the ledger has lost.",
+                unchanged="Nothing was done; the checkpoint stands.",
+                todo=f"Give it up, then mend by hand what is left: batchrun cancel {self._run.id}",
+            )
         return checkpoint
 
     def _run_generator(self, context: Context[Any]) -> AttemptEnd:
         """Commit whatever the job yields, until it returns or the gate says stop."""
         self.gate.require_open()
-        self._generator = self._job(context)
+        begin = self._job.undoing(self._run) if self._run.rollback_of else self._job
+        self._generator = begin(context)
         self._marked_at = self._host.monotonic()
         while True:
             with context._frame.switched(inside=True):
@@ -10638,11 +11100,11 @@ class Worker:
         began = self._host.monotonic()
         course, folder, host = self._course, self._store.folder, self._host
         self._require_within_limits(course, link)
+        number = course.number + 1
+        if link.staged is None:
+            self.stage(number, link)
         checkpoint = self._next_checkpoint(course, link)
         content, digest = checkpoint_bytes(checkpoint)
-        number = checkpoint.number
-        if link.staged is None:
-            self.stage_rejects(number, link)
         reach("commit.begun", number)
         spent = self._spent(began)
         temporary = ""  # none yet
@@ -10753,21 +11215,32 @@ class Worker:
                 "batches": course.batches + (link.kind == "batch"),
                 "counts": counts,
             },
-            link={
-                **{name: getattr(link, name) for name in ("read", "rejected", "counts")},
-                "staged": link.staged or course.generation,
-                "first_key": link.texts["first_key"],
-                "last_key": link.texts["last_key"],
-                "elapsed_s": round(self._host.monotonic() - link.began, 6) if link.began else 0.0,
-            },
+            link=self._link_fields(link),
             source=link.source,
             settings=self._settings_digest,
             previous=course.hash,
             at=self._host.now(),
         )
 
+    def _link_fields(self, link: Link) -> dict[str, Any]:
+        """Return what a checkpoint says of its own commit."""
+        seldom = {"undoes": self._run.rollback_of} if self._run.rollback_of else {}
+        if link.images:
+            self._images.look(link.images)  # a batch that is in the target may have lost it since
+            seldom |= {name: getattr(link, name) for name in IMAGE_FIELDS}
+        return {
+            **{name: getattr(link, name) for name in ("read", "rejected", "counts")},
+            "staged": link.staged or self._order.generation,
+            "first_key": link.texts["first_key"],
+            "last_key": link.texts["last_key"],
+            "elapsed_s": round(self._host.monotonic() - link.began, 6) if link.began else 0.0,
+            **seldom,
+        }
+
     def begin_batches(self, expected: int | None, tried: str) -> None:
         """Move the run to `running`, right before its first batch is handed out."""
+        with self._image_letters():
+            self._images.sweep(self._course.number)
         self._ledger.begin_batches(self._run, self._order.generation, expected, tried)
         self._armed = tried
 
@@ -10777,14 +11250,33 @@ class Worker:
             self._ledger.arm(self._run, self._order.generation, tried)
             self._armed = tried
 
-    def stage_rejects(self, number: int, link: Link) -> None:
-        """Store rejects that do not count before their batch is committed; refuse too many."""
+    def stage(self, number: int, link: Link) -> None:
+        """Store what does not count before its batch is committed: its image, its rejects.
+
+        Raises:
+            TooManyRejects: for the job's limits.
+            StateDirectoryError: the image cannot be written; nothing is committed.
+        """
+        if link.image is not None and link.image.rows:
+            with self._image_letters():
+                content = link.image.content()
+                link.images = self._images.write(number, self._order.generation, content)
+            link.image = None
         if not link.rejects:
             return
         self._require_within_limits(self._course, link)
         tries = self._run.tries + (self._size != 0) if number == self._run.number + 1 else 1
         kept = [{**kept_reject(reject), "tries": tries} for reject in link.rejects]
         self._ledger.stage_rejects(self._run, self._order.generation, number, link.loop, kept)
+
+    def _image_letters(self) -> contextlib.AbstractContextManager[None]:
+        folder = self._images.folder.parent.parent
+        return disk_letters(folder, self._host, what="what a batch remembers")
+
+    def remembered(self) -> Source:
+        """Return the rows that this run, a rollback, has to undo."""
+        rollback = self._ledger.rollback_by(self._run)
+        return Remembered(self._ledger.batches_of(rollback), self._images_of(rollback.of))
 
     def taken_up(self, loop: str, after: Any, limit: int) -> list[RejectRow]:
         """Return the rejects that this run, a retry, has to read in the place of a source."""
@@ -10897,7 +11389,9 @@ def plain_text(record: object) -> str:
 
 
 @contextlib.contextmanager
-def disk_letters(folder: Path, host: Host, *, known: bool = True) -> Iterator[None]:
+def disk_letters(
+    folder: Path, host: Host, *, known: bool = True, what: str = "a checkpoint"
+) -> Iterator[None]:
     """Turn what the file system refuses into a letter; `known`: what is on the disk is as before.
 
     Raises:
@@ -10908,14 +11402,14 @@ def disk_letters(folder: Path, host: Host, *, known: bool = True) -> Iterator[No
         yield
     except OSError as error:
         todo = f"Check the disk of {folder}, then type: batchrun resume"
-        what = f"A checkpoint cannot be read or written in {folder}: {error.strerror}."
+        said = f"{what.capitalize()} cannot be read or written in {folder}: {error.strerror}."
         if is_full(folder.parent, host, error.errno or 0):
-            what = f"Disk full: a checkpoint cannot be written to {folder} ({error.strerror})."
+            said = f"Disk full: {what} cannot be written to {folder} ({error.strerror})."
         if known:
             stands = "The last commit stands."
-            raise StateDirectoryError(what, unchanged=stands, todo=todo) from error
+            raise StateDirectoryError(said, unchanged=stands, todo=todo) from error
         why = "Whether it is on the disk cannot be known from here; the next start finds out."
-        raise OutcomeUnknown(what, why=why, todo=todo) from error
+        raise OutcomeUnknown(said, why=why, todo=todo) from error
 
 
 def letter_end(error: BatchrunError) -> AttemptEnd:
@@ -11113,6 +11607,7 @@ class Launch(NamedTuple):
     in_process: bool = False  # run the worker's code in this interpreter
     cancels: str = ""  # id of a run to be cancelled after its cleanups, and nothing else
     retry: Retry | None = None  # begin a run that takes up these rejects
+    rollback: Rollback | None = None  # begin a run that undoes this
 
     @property
     def start(self) -> str:
@@ -11390,7 +11885,7 @@ class Supervisor:
         """Return the end of a run, or what follows it: a whole run, or a letter."""
         if outcome.run is not None and self._found_another_source(outcome.run):
             return self._too_many_fresh(outcome.run)
-        if self._was_only_a_retry(outcome):
+        if self._was_no_whole_run(outcome):
             return self._run_until_done()
         return outcome
 
@@ -11400,10 +11895,11 @@ class Supervisor:
         letter = str(PersonNeeded(what, unchanged=f"Run {run.id} stands as it is.", todo=todo))
         return Outcome(ExitCode.PERSON_NEEDED, run, letter)
 
-    def _was_only_a_retry(self, outcome: Outcome) -> bool:
-        """Tell whether a start that wanted a whole run has only gone on with a retry of rejects."""
-        run, wanted = outcome.run, not (self._launch.only_resume or self._launch.retry)
-        ended = run is not None and run.retry_of and run.state == RunState.SUCCEEDED
+    def _was_no_whole_run(self, outcome: Outcome) -> bool:
+        """Tell whether a start that wanted a whole run has only gone on with another kind."""
+        launch, run = self._launch, outcome.run
+        wanted = not (launch.only_resume or launch.retry or launch.rollback)
+        ended = run is not None and not run.is_whole and run.state == RunState.SUCCEEDED
         return bool(wanted and ended and not self._stops.count)
 
     def _skipped(self, unfinished: Run | None) -> Outcome | None:
@@ -11426,8 +11922,9 @@ class Supervisor:
         A run counts for the period in which it succeeded, by the days of the job's zone.
         """
         job, success = self._job_config, self._ledger.last_success(self._launch.job)
-        asked = waiting and (waiting.retry_of or (waiting.deferred or {}).get("fresh"))
-        anyway = self._launch.fresh or self._launch.retry or asked
+        launch = self._launch
+        asked = waiting and (not waiting.is_whole or (waiting.deferred or {}).get("fresh"))
+        anyway = launch.fresh or launch.retry or launch.rollback or asked
         if not job.once_per or anyway or success is None:
             return ""
         moments = (self._host.now(), cast("str", success.ended_at))
@@ -11489,6 +11986,7 @@ class Supervisor:
             accept_settings="settings" in launch.acceptances,
             only_resume=launch.only_resume,
             retry=launch.retry,
+            rollback=launch.rollback,
             **self._anew,
         )
 
@@ -12757,6 +13255,7 @@ def is_owned(state: StateDirectory, job: str) -> bool:
 
 BAR_WIDTH = 40  # at most; a narrow terminal gets a shorter one, or none
 CELL_WIDTH = 60  # of text that others wrote
+KEYS_SHOWN = 10
 NOT_SUMMARISED = ("key", "checkpoint", "settings", "hash")
 
 
@@ -12832,12 +13331,59 @@ def render_answered(documents: list[dict[str, Any]]) -> str:
     return render_table(rows)
 
 
+def summarise_rollback(
+    rollback: Rollback, batches: list[BatchRow], operations: list[Operation]
+) -> dict[str, Any]:
+    """Return what a rollback undoes as one JSON document, batches by number, newest first."""
+    fixed = [operation.key for operation in operations if operation.irreversible]
+    return {
+        "run": rollback.of.id,
+        "to_batch": rollback.to,
+        "batches": [batch.number for batch in batches if batch.remembered],
+        "rows": sum(batch.remembered for batch in batches),
+        "without_rows": [batch.number for batch in batches if not batch.remembered],
+        "operations": len(operations) - len(fixed),
+        "irreversible": len(fixed),
+        "irreversible_keys": fixed[:KEYS_SHOWN],
+    }
+
+
+def render_rollback(document: dict[str, Any]) -> list[str]:
+    """Return what a rollback undoes, and what it does not, as lines."""
+    count, fixed = document["operations"], document["irreversible"]
+    size = f", {document['bytes']:,} bytes" if "bytes" in document else ""
+    lines = [f"  undone    {document['rows']:,} rows{size}, of {ranges_text(document['batches'])}"]
+    if document["without_rows"]:
+        lines.append(f"  no row    remembered by {ranges_text(document['without_rows'])}")
+    if count:
+        lines.append(f"  outside   {count:,} operations, left to the job's rollback")
+    if fixed:
+        keys = ", ".join(document["irreversible_keys"])
+        more = ", ..." * (fixed > KEYS_SHOWN)
+        lines.append(f"  NOT UNDONE: {fixed:,} operations that are irreversible: {keys}{more}")
+    return lines
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Return batches for people, `2 batches: 9 to 8`; they are numbered downwards."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    words = ", ".join(f"{a} to {b}" if a > b else str(a) for a, b in ranges)
+    return f"{len(numbers):,} batch{'es' * (len(numbers) != 1)}: {words}"
+
+
 def summarise(
     run: Run,
     attempts: list[Attempt],
     rejects: list[RejectRow],
     events: list[Event],
     cleanups: Sequence[Cleanup] = (),
+    undoes: dict[str, Any] | None = None,
+    rollbacks: Sequence[Run] = (),
 ) -> dict[str, Any]:
     """Return all that is known of a run as one JSON document."""
     return {
@@ -12853,6 +13399,10 @@ def summarise(
         ],
         "rejects": [summarise_reject(row) for row in rejects if row.run == run.id],
         "cleanups": [{**c._asdict(), "call": mask_secrets(c.call)} for c in cleanups],
+        "undoes": undoes,
+        "rollbacks": [
+            {"run": r.id, "to_batch": r.rollback_to, "state": r.state} for r in rollbacks
+        ],
         "events": [event._asdict() for event in events],
     }
 
@@ -12870,6 +13420,7 @@ def summarise_job(
     return {
         "job": job,
         "run": run and run.id,
+        "rollback_of": run and run.rollback_of,
         "state": standing.state if run else "never run",
         "reason": run.reason if run else "",
         "since": run and run.changed_at,
@@ -13091,7 +13642,8 @@ def render_one_status(job: dict[str, Any]) -> str:
     since = f" since {moment_text(job['since'])}" if job["since"] else ""
     lines = [f"{job['job']}: {state_text(job)}{since}"]
     if job["run"]:
-        lines.append(f"  run           {job['run']}")
+        undoes = f", a rollback of run {job['rollback_of']}" * bool(job["rollback_of"])
+        lines.append(f"  run           {job['run']}{undoes}")
         lines.append(f"  records       {of_all_text(job)}")
     lines.append(f"  last success  {moment_text(job['last_success'])}")
     lines.append(f"  skipped       {job['refused_since_success']} starts since")
@@ -13105,12 +13657,17 @@ def render_one_status(job: dict[str, Any]) -> str:
 def render_report(summary: dict[str, Any]) -> str:
     """Return a run's report as text."""
     retries = f", a retry of rejects of run {summary['retry_of']}" * bool(summary["retry_of"])
+    undoes = summary["undoes"]
+    if undoes:
+        retries = f", a rollback of run {undoes['run']} to batch {undoes['to_batch']}"
     lines = [f"run {summary['id']} of {summary['job']}: {state_text(summary)}{retries}"]
+    lines += [rollback_text(each) for each in summary["rollbacks"]]
     lines.append(f"  begun     {moment_text(summary['created_at'])}")
     lines.append(f"  ended     {moment_text(summary['ended_at'])}")
     lines.append(f"  records   {counts_text(summary)}")
     lines.append(f"  commits   {summary['number']}, of them {summary['batches']} batches")
     lines.append(f"  time      {time_text(summary)}")
+    lines += render_rollback(undoes) if undoes else []
     if summary["paused_s"]:
         lines.append(f"  paused    {duration_text(summary['paused_s'])} by health")
     if summary["error"]:
@@ -13127,6 +13684,14 @@ def render_report(summary: dict[str, Any]) -> str:
         why = f": {' '.join(event['why'].splitlines())}" if event["why"] else ""
         lines.append(f"  {event['id']:>5}  {moment_text(event['at'])}  {event['what']}{why}")
     return "\n".join(lines)
+
+
+def rollback_text(rollback: dict[str, Any]) -> str:
+    """Return the line about one rollback of a run: it is done, or how it stands."""
+    to, state = f"to batch {rollback['to_batch']} by run {rollback['run']}", rollback["state"]
+    if state == RunState.SUCCEEDED:
+        return f"  rolled back {to}"
+    return f"  rollback {to} is {state}"
 
 
 def render_attempt(attempt: dict[str, Any]) -> list[str]:
@@ -13645,7 +14210,11 @@ def report_command(app: App, *, run: str, number: int | None) -> ExitCode:
     with app.ledger(write=False) as ledger:
         found = app.find_run(ledger, run)
         rows = ledger.attempts(found), ledger.rejects(found), ledger.events(found)
-        summary = summarise(found, *rows, ledger.cleanups(found))
+        undoes = (
+            summary_of_rollback(ledger, ledger.rollback_by(found)) if found.rollback_of else None
+        )
+        of_rollbacks = undoes, ledger.rollbacks(found)
+        summary = summarise(found, *rows, ledger.cleanups(found), *of_rollbacks)
     app.console.result(render_report(summary), summary)
     return ExitCode.DONE
 
@@ -14026,9 +14595,10 @@ def show_answered(app: App, rows: list[Answered], *, applies: bool) -> ExitCode:
 
 @command("Answer and mend", exits=[ExitCode.FINDINGS, ExitCode.PERSON_NEEDED])
 def check_command(app: App) -> ExitCode:
-    """Compare ledger, checkpoints and marks; changes nothing."""
+    """Compare ledger, checkpoints, marks and images; changes nothing."""
     with app.ledger(write=False) as ledger:
         findings = check(ledger, app.state.store, app.config.jobs)
+        findings += [*check_images(ledger, app.state), *check_rollbacks(app.config)]
         for store in app.state.stores():
             require_witnesses_known(ledger, store)
     text = render_findings(findings) or "ledger and checkpoints agree"
@@ -14150,12 +14720,71 @@ def drop_rejects(
 
 def retry_rejects(app: App, run: Run, rows: list[RejectRow], asked: Mapping[str, Any]) -> ExitCode:
     """Run open rejects again through their job, as a run of their own."""
+    if run.rollback_of:
+        what = f"Run {run.id} is a rollback; its rejects are no records of the job."
+        raise ConfigurationError(what, todo=f"Mend them by hand: batchrun rejects show {run.id}")
     if not run.finished:
         raise unfinished_before_retry(run)
     retry = Retry(run, [row.spot for row in rows])
     launch = launch_of(run.job, accept_source=False, accept_settings=False, **asked)
     launch = launch._replace(by_person=True, overrides=run.overrides, retry=retry)
     return app.supervise(launch).exit_code
+
+
+@command(
+    "Answer and mend",
+    word("run"),
+    word("--to-batch", type=int, metavar="N", help="Undo only what came after batch N."),
+    word("--dry-run", is_flag=True, help="Only show what would be done."),
+    word("--why", default="", metavar="TEXT", help="The reason, for the record."),
+    *RUNNING[2:],
+    exits=RUN_EXITS,
+)
+def rollback_command(
+    app: App, *, run: str, to_batch: int | None, dry_run: bool, why: str, **asked: Any
+) -> ExitCode:
+    """Undo the batches of a run, newest first, as a run of its own."""
+    app.require_trusted()
+    launch = launch_of("", accept_source=False, accept_settings=False, **asked)
+    with app.ledger(write=not dry_run) as ledger:
+        found = app.find_run(ledger, run)
+        rollback, begun = rollback_of(ledger, found, to_batch, mask_secrets(why))
+        document = summary_of_rollback(ledger, rollback)
+        if not begun:
+            document["bytes"] = look_at_rollback(app.config, app.state, ledger, rollback)
+    if dry_run:
+        return show_rollback(app, document)
+    how = {"only_resume": True} if begun else {"overrides": found.overrides, "rollback": rollback}
+    return app.supervise(launch._replace(job=found.job, by_person=True, **how)).exit_code
+
+
+def rollback_of(ledger: Ledger, run: Run, to_batch: int | None, why: str) -> tuple[Rollback, bool]:
+    """Return what is asked to be undone, and whether its rollback has begun and is unfinished."""
+    begun = ledger.unfinished(run.job)
+    if begun is None or not begun.rollback_of or run.id not in (begun.id, begun.rollback_of):
+        return ledger.rollback(run, to_batch or 0, why), False
+    if to_batch not in (None, begun.rollback_to):
+        raise PersonNeeded(
+            f"Run {begun.id} rolls it back to batch {begun.rollback_to}, and is unfinished.",
+            unchanged="Nothing was changed.",
+            todo=f"To go on with that: batchrun resume {begun.id}",
+        )
+    return ledger.rollback_by(begun), True
+
+
+def summary_of_rollback(ledger: Ledger, rollback: Rollback) -> dict[str, Any]:
+    """Return what a rollback undoes as one JSON document."""
+    rows = ledger.batches_of(rollback), ledger.operations_of(rollback)
+    return summarise_rollback(rollback, *rows)
+
+
+def show_rollback(app: App, document: dict[str, Any]) -> ExitCode:
+    """Write what a rollback would do."""
+    run, to = document["run"], document["to_batch"]
+    lines = [f"a rollback of run {run} to batch {to} would do this; nothing was written"]
+    todo = f"to do it: batchrun rollback {run}" + f" --to-batch {to}" * bool(to)
+    app.console.result("\n".join([*lines, *render_rollback(document), todo]), document)
+    return ExitCode.DONE
 
 
 # -- set up --------------------------------------------------------------------------------------

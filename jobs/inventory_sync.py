@@ -2,12 +2,18 @@
 
 What changes nothing is not written. If a key comes twice, the last record wins; one replaced in
 its own batch counts as unchanged, so that read = inserted + updated + unchanged + rejected.
+
+With `remember` each batch keeps the rows that it is about to change, and the keys of those that it
+inserts. `batchrun rollback RUN` puts the former back and deletes the latter.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
 from functools import partial
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any
 
 from batchrun import Batch, Context, Delimited, job
@@ -32,9 +38,21 @@ class Settings:
     delimiter: str | None = None  # None: by the name of the file
     quoting: bool | None = None  # None: by the name of the file
     encoding: str = "utf-8"
+    remember: bool = field(default=True, metadata={"identity": False})  # what a rollback needs
 
 
-@job(settings=Settings, version=1)
+def undo(ctx: Context[Settings]) -> Iterator[Batch]:
+    """Put back the rows that a run has changed, delete those that it has inserted."""
+    stock = ctx.connect(ctx.settings.database)
+    for batch in ctx.batches(ctx.remembered, target=stock):
+        with batch.transaction() as cursor:
+            for (was_there, names), rows in groupby(batch, key=itemgetter(0, 1)):
+                sql = put_back(ctx.settings, names.split("\t"), was_there=was_there)
+                cursor.executemany(sql, [row[2:] for row in rows])
+        yield batch
+
+
+@job(settings=Settings, version=1, rollback=undo)
 def inventory_sync(ctx: Context[Settings]) -> Iterator[Batch]:
     """Insert new rows, update changed ones, leave the others alone."""
     s = ctx.settings
@@ -53,10 +71,12 @@ def inventory_sync(ctx: Context[Settings]) -> Iterator[Batch]:
         latest = {tuple(r[name] for name in s.key): r for r in batch.records}
         rows = [tuple(r[name] for name in names) for r in latest.values()]
         with batch.transaction() as cursor:
-            cursor.executemany(insert, rows)
-            inserted = cursor.rowcount
-            cursor.executemany(update, rows)
-            updated = cursor.rowcount
+            if s.remember:
+                old = dict(zip(rows, rows_there(cursor, s, names, list(latest)), strict=True))
+                rows = [row for row in rows if differs(old[row], row)]
+                batch.remember(as_it_was(s, names, old[row], row) for row in rows)
+            inserted = written(cursor, insert, rows)
+            updated = written(cursor, update, rows) if inserted < len(rows) else 0
             left = len(batch) - inserted - updated
             batch.count(inserted=inserted, updated=updated, unchanged=left)
         yield batch
@@ -98,18 +118,105 @@ def statements(s: Settings, names: list[str]) -> tuple[str, str, str]:
     """Return the SQL that makes the table, inserts new rows, updates changed ones."""
     if unknown := set(s.types.values()) - set(SQL_TYPES):
         raise ValueError(f"types: {sorted(unknown)} should be of {', '.join(SQL_TYPES)}")
-    table = ".".join(map(quoted, s.table.split(".")))
-    key = ", ".join(map(quoted, s.key))
-    typed = ", ".join(f"{quoted(n)} {SQL_TYPES[s.types.get(n, 'text')]}" for n in names)
-    create = f"CREATE TABLE IF NOT EXISTS {table} ({typed}, PRIMARY KEY ({key}))"
-    mark = "?" if s.database.startswith("sqlite:") else "%s"
-    values = f"({', '.join(map(quoted, names))}) VALUES ({', '.join(mark for _ in names)})"
-    insert = f"INSERT INTO {table} AS old {values} ON CONFLICT ({key}) DO "
-    rest = [quoted(name) for name in names if name not in s.key]
+    typed = ", ".join(f"{quoted(n)} {sql_type(s, n)}" for n in names)
+    key, rest = listed(s.key), [quoted(name) for name in names if name not in s.key]
+    create = f"CREATE TABLE IF NOT EXISTS {table(s)} ({typed}, PRIMARY KEY ({key}))"
+    values = f"({listed(names)}) VALUES ({places(s, names)})"
+    insert = f"INSERT INTO {table(s)} AS old {values} ON CONFLICT ({key}) DO "
     update = f"UPDATE SET {', '.join(f'{n} = excluded.{n}' for n in rest)} WHERE " + " OR ".join(
         f"old.{n} IS DISTINCT FROM excluded.{n}" for n in rest
     )
     return create, f"{insert} NOTHING", insert + (update if rest else "NOTHING")
+
+
+def table(s: Settings) -> str:
+    """Return the table's name as SQL has it."""
+    return ".".join(map(quoted, s.table.split(".")))
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return columns as SQL lists them."""
+    return ", ".join(map(quoted, names))
+
+
+def places(s: Settings, values: Iterable[object]) -> str:
+    """Return what stands for these values in SQL."""
+    return ", ".join("?" if s.database.startswith("sqlite:") else "%s" for _ in values)
+
+
+def sql_type(s: Settings, name: str) -> str:
+    """Return the type of a column."""
+    return SQL_TYPES[s.types.get(name, "text")]
+
+
+def written(cursor: Any, sql: str, rows: list[tuple[Any, ...]]) -> int:
+    """Execute a statement once for each row; return how many rows it has written."""
+    if not rows:
+        return 0
+    cursor.executemany(sql, rows)
+    return int(cursor.rowcount)
+
+
+# -- what a rollback needs -------------------------------------------------------------------------
+
+
+def rows_there(
+    cursor: Any, s: Settings, names: list[str], keys: list[tuple[Any, ...]], at_once: int = 500
+) -> Iterator[tuple[Any, ...] | None]:
+    """Yield for each key the row that the table has; which one that is, the database says."""
+    match = " AND ".join(
+        f"old.{quoted(name)} = CAST(given.column{n} AS {sql_type(s, name)})"
+        for n, name in enumerate(s.key, start=2)
+    )
+    columns = ", ".join(f"old.{quoted(name)}" for name in names)
+    for first in range(0, len(keys), at_once):
+        some = keys[first : first + at_once]
+        given = ", ".join(f"({n}, {places(s, key)})" for n, key in enumerate(some))
+        cursor.execute(
+            f"SELECT given.column1, {columns} FROM (VALUES {given}) AS given"
+            f" JOIN {table(s)} AS old ON {match}",
+            list(chain.from_iterable(some)),
+        )
+        found = {row[0]: tuple(row[1:]) for row in cursor.fetchall()}
+        yield from map(found.get, range(len(some)))
+
+
+def differs(old: tuple[Any, ...] | None, new: tuple[Any, ...]) -> bool:
+    """Tell whether a record may change a row; a number that is kept as text counts as a number."""
+    if old is None or old == new:
+        return old is None
+    return not all(a == b or is_number(a, b) for a, b in zip(old, new, strict=True))
+
+
+def is_number(old: object, text: object) -> bool:
+    """Tell whether a number of the database is the one that the feed's text says."""
+    if not isinstance(text, str) or not isinstance(old, (int, float, Decimal)):
+        return False
+    try:
+        return bool(old == (float(text) if isinstance(old, float) else Decimal(text)))
+    except (ValueError, InvalidOperation):
+        return False
+
+
+def as_it_was(
+    s: Settings, names: list[str], old: tuple[Any, ...] | None, new: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Return what undo needs of a row: whether it was there, its columns, its key or all of it."""
+    if old is None:
+        return (False, "\t".join(s.key), *(new[names.index(name)] for name in s.key))
+    return (True, "\t".join(names), *old)
+
+
+def put_back(s: Settings, names: list[str], *, was_there: bool) -> str:
+    """Return the SQL that puts a row back as it was, or deletes the one of a key."""
+    if was_there:
+        values = f"({listed(names)}) VALUES ({places(s, names)})"
+        changes = ", ".join(f"{n} = excluded.{n}" for n in map(quoted, names))
+        return (
+            f"INSERT INTO {table(s)} {values} ON CONFLICT ({listed(s.key)}) DO UPDATE SET {changes}"
+        )
+    fits = " AND ".join(f"{quoted(name)} = {places(s, [name])}" for name in names)
+    return f"DELETE FROM {table(s)} WHERE {fits}"
 
 
 def quoted(name: str) -> str:

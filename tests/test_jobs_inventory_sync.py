@@ -155,3 +155,28 @@ def test_the_report_shows_counts_that_add_up(project: Project) -> None:
     for words in ("inserted", "updated", "unchanged"):
         assert words in report
     assert shop.ask("SELECT * FROM stock ORDER BY sku") == [("a", "3"), ("b", "2")]
+
+
+def test_a_rollback_brings_back_the_rows_that_a_run_has_changed(shop: Shop) -> None:
+    feed = "sku\tname\tquantity\tprice\na\tbolt\t1\t1.50\nb\tnut\t\t0.10\nc\trod\t3\t\n"
+    settings = 'key = ["sku"]\ntypes = { quantity = "integer", price = "numeric" }\n'
+    shop.project.write_file("feed.tsv", feed)
+    shop.configure(settings)
+    assert shop.sync() == counts(3, inserted=3)
+    before = shop.ask("SELECT * FROM stock ORDER BY sku")
+    assert shop.sync() == counts(3)
+    assert len(list(shop.project.state.glob("images/*/*/*"))) == 1  # what is the same is not kept
+
+    shop.project.write_file("feed.tsv", feed.replace("nut\t\t", "nut\t7\t") + "d\tpin\t4\t2\n")
+    assert shop.sync() == counts(4, inserted=1, updated=1)
+    assert shop.project.run("rollback", "inventory_sync", "--in-process").code == 0
+    assert shop.ask("SELECT * FROM stock ORDER BY sku") == before
+
+
+def test_without_remember_nothing_is_kept_for_a_rollback(shop: Shop) -> None:
+    shop.project.write_file("feed.tsv", "sku\tquantity\na\t1\n")
+    shop.configure('key = ["sku"]\nremember = false\n')
+    assert shop.sync() == counts(1, inserted=1)
+    assert not (shop.project.state / "images").exists()
+    ended = shop.project.run("rollback", "inventory_sync")
+    assert (ended.code, "has nothing to undo above batch 0" in ended.err) == (13, True)

@@ -18,23 +18,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
-    "Vocabulary": 550,
+    "Vocabulary": 555,
     "Host": 700,
-    "Configuration": 1_010,
-    "Checkpoints": 355,
-    "Ledger": 2_155,
+    "Configuration": 1_015,
+    "Checkpoints": 485,
+    "Ledger": 2_285,
     "Locks and maintenance": 430,
     "Health": 890,
-    "Jobs": 2_725,
+    "Jobs": 2_830,
     "Operations": 645,
-    "Recovery": 655,
-    "Worker": 775,
+    "Recovery": 730,
+    "Worker": 815,
     "Supervisor": 1_745,
-    "Reports": 480,
-    "Command line": 1_165,
+    "Reports": 545,
+    "Command line": 1_230,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 14_390  # must stay under
+LINES_IN_ALL = 15_019  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
