@@ -792,6 +792,7 @@ class Host:
 
     proc = Path("/proc")
     cgroups = Path("/sys/fs/cgroup")
+    root_units = Path("/etc/systemd/system")
 
     def now(self) -> str:
         """Return wall time as UTC text with milliseconds, `2026-01-31T23:59:59.123Z`."""
@@ -1035,6 +1036,14 @@ class Host:
         texts = map(_text_of, (self.proc / "vmstat", *ours))
         counted = [n for text in texts for n in re.findall(r"^oom_kill (\d+)$", text, re.MULTILINE)]
         return sum(map(int, counted)) if counted else None
+
+    @property
+    def unit_folder(self) -> Path:
+        """Where systemd looks for units that we may write: root's, or this user's own."""
+        if os.geteuid() == 0:
+            return self.root_units
+        home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+        return Path(home) / "systemd/user"
 
     @functools.cached_property
     def systemd(self) -> Systemd:
@@ -1286,6 +1295,14 @@ def own_interpreter(function: str, *words: str) -> list[str]:
         f"batchrun.{function}()"
     )
     return [sys.executable, "-P", "-c", boot, str(Path(__file__).resolve().parent), *words]
+
+
+def own_command() -> list[str]:
+    """Return how this very batchrun is called from anywhere: its console script, or this file."""
+    script = Path(sys.argv[0]).absolute()
+    if script.name == "batchrun" and os.access(script, os.X_OK):
+        return [str(script)]
+    return [sys.executable, str(Path(__file__).resolve())]
 
 
 def sha256(content: bytes) -> hashlib._Hash:
@@ -1781,6 +1798,11 @@ class JobConfig(NamedTuple):
         return 2 * self.call_timeout_s if self.settle_given_s is None else self.settle_given_s
 
     @property
+    def longest_stop_s(self) -> float:
+        """How long a stop may take: to the safe point, interrupted, one release, and killed."""
+        return self.stop_grace_s + min(self.stop_grace_s, 10.0) + self.cleanup_timeout_s + 4.0
+
+    @property
     def isolates(self) -> bool:
         """Whether a batch that fails is done in halves, at once or as plan B."""
         return self.isolate or self.on_exhausted == "reject"
@@ -1812,6 +1834,42 @@ class Config(NamedTuple):
             unchanged="Nothing was changed.",
             todo=f'To add it, write there:\n{_heading(name)}\nuses = "FUNCTION"',
         )
+
+    def unit(self, job: str = "") -> str:
+        """Return the name, without its ending, of a job's systemd units; without a job the tick's.
+
+        The folder is part of it: several configurations may have units on one machine.
+        """
+        words = ["batchrun", self.folder.name, job] if job else ["batchrun-tick", self.folder.name]
+        return re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(words))
+
+
+def values_in(value: object) -> Iterator[object]:
+    """Yield each value in raw settings, and where one is read from the environment as a dict."""
+    if isinstance(value, Mapping) and value.keys() != {"env"}:
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from values_in(each)
+    else:
+        yield value
+
+
+def places_written(config: Config, jobs: Iterable[JobConfig]) -> list[Path]:
+    """Return the folders that jobs write to as far as is known: ours, and of SQLite targets."""
+    state = config.state if config.state.exists() else config.state.parent
+    urls = [url for job in jobs for url in values_in(job.settings) if isinstance(url, str)]
+    paths = [config.folder / url_path(url) for url in urls if url.startswith("sqlite:")]
+    found = [config.folder, state, *(path.parent for path in paths)]
+    return [
+        a for a in dict.fromkeys(found) if not any(a != b and a.is_relative_to(b) for b in found)
+    ]
+
+
+def environment_read(jobs: Iterable[JobConfig]) -> list[str]:
+    """Return the names in the environment that the settings of jobs are read from."""
+    values = [value for job in jobs for value in values_in(job.settings)]
+    return sorted({str(value["env"]) for value in values if isinstance(value, dict)})
 
 
 def config_keys() -> dict[str, dict[str, ConfigKey]]:
@@ -6156,10 +6214,10 @@ def examine(state: StateDirectory, config: Config, job: str | None, host: Host) 
         means, took_s = _consequence(need, found, health), round(elapsed_s, 6)
         rows.append(Examined(need.name, asked(need), found, why, means, took_s))
     jobs = [each for name, each in config.jobs.items() if job in (None, name)]
-    return rows + [row for each in jobs for row in _slow_batches(state, each)]
+    return rows + [row for each in jobs for row in slow_batches(state, each)]
 
 
-def _slow_batches(state: StateDirectory, job: JobConfig) -> Iterator[Examined]:
+def slow_batches(state: StateDirectory, job: JobConfig) -> Iterator[Examined]:
     """Yield a warning if a stop of a job would often interrupt a batch."""
     with (
         contextlib.suppress(BatchrunError),
@@ -13212,6 +13270,119 @@ def progress_text(run: Run, rate: float) -> str:
     )
 
 
+# -- units of systemd, lines of cron ---------------------------------------------------------------
+
+# Word of --every -> OnCalendar=, and the same in cron's fields. A minute of the job's own keeps
+# jobs apart, and the hour from 3 is there once on every day on which clocks are changed.
+EVERY = {
+    "hourly": ("*-*-* *:{0:02}:00", "{0} * * * *"),
+    "daily": ("*-*-* 03:{0:02}:00", "{0} 3 * * *"),
+    "weekly": ("Mon *-*-* 03:{0:02}:00", "{0} 3 * * 1"),
+    "monthly": ("*-*-01 03:{0:02}:00", "{0} 3 1 * *"),
+}
+TICK_EVERY = ("OnBootSec=2min\nOnUnitInactiveSec=5min", "*/5 * * * *")
+ON_ABNORMAL = "Restart=on-abnormal\nRestartSec=30"  # exit codes are decisions: never restarted
+# What no job can miss. MemoryDenyWriteExecute= and ProcSubset= are not here: ctypes makes code at
+# run time, and health reads /proc. A user's own systemd cannot make most of the others.
+SANDBOX = """NoNewPrivileges=yes
+LockPersonality=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+SystemCallArchitectures=native
+UMask=0077"""
+SANDBOX_OF_ROOT = """CapabilityBoundingSet={0}
+ProtectSystem=strict
+ProtectHome=read-only
+PrivateDevices=yes
+ProtectClock=yes
+ProtectControlGroups=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+RestrictNamespaces=yes
+SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM"""
+
+
+class Timed(NamedTuple):
+    """What is to be started by a timer, and how."""
+
+    title: str  # one line
+    folder: Path  # of the configuration
+    unit: str  # the name of its units, without the ending
+    words: list[str]  # the command
+    user: str  # "" in a user's own systemd
+    writes: list[Path]  # the folders that it writes to
+    stop_s: float  # how long a stop may take
+    said: str  # what a reader should know of that, one line
+    every: str = ""  # a key of EVERY, OnCalendar= or cron's fields; "": the tick
+    on_failure: str = ""  # a unit
+    reads: Sequence[str] = ()  # the environment that its settings are read from
+
+
+def minute_of(name: str) -> int:
+    """Return the minute of the hour at which a job is started, always the same one."""
+    return sum(name.encode()) % 60
+
+
+def unit_word(text: object) -> str:
+    """Return a word as a unit has it: quoted where that is needed, `%` doubled."""
+    said = str(text).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return said if re.fullmatch(r"[\w/.,:=@%+-]+", said) else f'"{said}"'
+
+
+def render_cron(timed: Timed) -> str:
+    """Return the line of a crontab; cron takes a plain `%` for the end of the line."""
+    fields = EVERY.get(timed.every, ("", timed.every))[1].format(minute_of(timed.unit))
+    return f"{fields if timed.every else TICK_EVERY[1]}  {_typed(*timed.words)}".replace("%", "\\%")
+
+
+def render_units(timed: Timed, marker: str) -> dict[str, str]:
+    """Return the units that start something by a timer: name of the file -> its text."""
+    on_calendar = EVERY.get(timed.every, (timed.every,))[0].format(minute_of(timed.unit))
+    when = f"OnCalendar={on_calendar}\nPersistent=true\nRandomizedDelaySec=60"
+    limit = "1h" if timed.every in EVERY else "5min"  # it counts a timer's starts too
+    title = timed.title.replace("%", "%%")
+    network = "Wants=network-online.target\nAfter=network-online.target" if timed.user else ""
+    timer = [marker, "[Unit]", f"Description={title}\n", "[Timer]"]
+    timer += [when if timed.every else TICK_EVERY[0], "\n[Install]", "WantedBy=timers.target", ""]
+    service = [marker, "[Unit]", f"Description={title}", network]
+    service += [f"StartLimitIntervalSec={limit}\nStartLimitBurst=5"] * bool(timed.every)
+    service += [f"OnFailure={timed.on_failure}" if timed.on_failure else ON_FAILURE, "\n[Service]"]
+    service += ["Type=notify\nNotifyAccess=main", f"User={timed.user}" if timed.user else ""]
+    first, *words = map(unit_word, timed.words)
+    service += [f"ExecStart={first} {' '.join(words).replace('$', '$$')}"]  # as systemd reads them
+    if timed.reads:
+        service += [f"# Its settings are read from {', '.join(timed.reads)}: a file of NAME=VALUE."]
+        service += [f"EnvironmentFile=-{unit_word(timed.folder / 'batchrun.env')}"]
+    service += [ON_ABNORMAL if timed.every else "", "SuccessExitStatus=10 11 12 75"]
+    service += ["KillMode=mixed", timed.said, f"TimeoutStopSec={timed.stop_s:.0f}"]
+    service += ["WatchdogSec=5min\nOOMPolicy=continue", SANDBOX, *sandbox_of(timed), ""]
+    texts = {".service": service, ".timer": timer}
+    return {
+        timed.unit + end: "\n".join(filter(None, text[:-1])) + "\n" for end, text in texts.items()
+    }
+
+
+ON_FAILURE = "#OnFailure=UNIT  (started when a run ends with 1, 5 or 13: --on-failure UNIT)"
+
+
+def sandbox_of(timed: Timed) -> list[str]:
+    """Return what only the system's systemd can keep a service from, but for where it writes."""
+    if not timed.user:
+        return []
+    needs = "CAP_CHOWN CAP_DAC_OVERRIDE CAP_DAC_READ_SEARCH CAP_FOWNER" * (timed.user == "root")
+    places = " ".join(map(unit_word, timed.writes))
+    volatile = any(path.is_relative_to(tmp) for path in timed.writes for tmp in VOLATILE_FOLDERS)
+    private = [] if volatile else ["PrivateTmp=yes"]
+    return [SANDBOX_OF_ROOT.format(needs), *private, f"ReadWritePaths={places}"]
+
+
+# -- tables and the like ---------------------------------------------------------------------------
+
+
 def render_examined(rows: Iterable[Examined]) -> str:
     """Return what `doctor` asked, what came back, and what it means."""
     return "\n".join(
@@ -14267,6 +14438,110 @@ def doctor_command(app: App, *, job: str | None) -> ExitCode:
     app.console.result(render_examined(rows), {"examined": [row._asdict() for row in rows]})
     wrong = any(row.state != Wellness.OK for row in rows)
     return ExitCode.FINDINGS if wrong else ExitCode.DONE
+
+
+@command(
+    "Set up",
+    word("job", required=False),
+    word(
+        "--every", metavar="WHEN", help="hourly, daily (default), weekly, monthly, or OnCalendar."
+    ),
+    word("--tick", is_flag=True, help="What goes on with all that is due, every five minutes."),
+    word("--cron", is_flag=True, help="The line of a crontab instead; WHEN may be cron's fields."),
+    word("--on-failure", metavar="UNIT", help="What systemd starts when it fails."),
+    word("--install", is_flag=True, help="Write them where systemd looks."),
+    word("--force", is_flag=True, help="Also over units that somebody else wrote."),
+    exits=[ExitCode.NOT_FOUND],
+)
+def unit_command(
+    app: App, *, job: str | None, install: bool, force: bool, cron: bool, **asked: Any
+) -> ExitCode:
+    """Print systemd units, or a crontab's line, that start a job or the tick."""
+    require_one_timer(job, install=install, force=force, cron=cron, **asked)
+    own = install and os.geteuid() != 0
+    timed = timed_by(app, job, asked["every"], asked["on_failure"] or "", own=own)
+    if cron:
+        line = render_cron(timed)
+        app.console.result(line, {"line": line})
+        return ExitCode.DONE
+    files = render_units(timed, f"# Written by `unit {job or '--tick'}` of {app.config.path}")
+    paths = {app.host.unit_folder / name: text for name, text in files.items()}
+    systemctl = "systemctl --user" if own else "systemctl"
+    todo = [f"{systemctl} daemon-reload", f"{systemctl} enable --now {timed.unit}.timer"]
+    if install:
+        install_units(paths, force=force)
+    shown = [f"# {'wrote ' * install}{path}\n{text}" for path, text in paths.items()]
+    typed = "# to start it, type:\n" + "\n".join(f"#   {line}" for line in todo)
+    document = {"files": [{"path": path, "text": text} for path, text in paths.items()]}
+    app.console.result("\n".join([*shown, typed]), {**document, "written": install, "todo": todo})
+    return ExitCode.DONE
+
+
+def require_one_timer(
+    job: str | None,
+    *,
+    tick: bool,
+    every: str | None,
+    on_failure: str | None,
+    **ways: bool,
+) -> None:
+    """Refuse what names no job and no tick, or both, and options that would not be heeded."""
+    wrong = {
+        "Name a job or --tick, not both.": bool(job) == tick,
+        "--tick comes every five minutes; it does not take --every.": tick and every is not None,
+        "--every and --on-failure take one line of text.": not f"{every}{on_failure}".isprintable(),
+        "--cron only prints a line.": ways["cron"] and (ways["install"] or on_failure),
+        "--force is for --install.": ways["force"] and not ways["install"],
+        "--cron --every takes cron's five fields.": ways["cron"]
+        and every not in (None, *EVERY)
+        and len(str(every).split()) != 5,
+    }
+    for what in (what for what, is_wrong in wrong.items() if is_wrong):
+        todo = "See: batchrun unit --help"
+        raise ConfigurationError(what, unchanged="Nothing was written.", todo=todo)
+
+
+def timed_by(app: App, job: str | None, every: str | None, on_failure: str, *, own: bool) -> Timed:
+    """Return what a job's timer, or the tick's, is to start, as `unit` renders it."""
+    config = app.config
+    jobs = [config.job(job)] if job else list(config.jobs.values())
+    path = config.state if config.state.exists() else config.path
+    user = "" if own else app.host.user_name(path.stat().st_uid)
+    words = [*own_command(), "--config", str(config.path)]
+    words += ["run", job] if job else ["resume", "--all"]
+    if not "".join(words).isprintable() or {*"\"'\\"} & {*words[0]}:
+        what = f"The path {words[0]} or {config.path} cannot stand in a unit or crontab."
+        raise ConfigurationError(what, unchanged="Nothing was written.")
+    slow = [row.answer for each in jobs for row in slow_batches(app.state, each)]
+    return Timed(
+        f"Run the batch job {job}" if job else f"Go on with what is due in {config.folder}",
+        config.folder,
+        config.unit(job or ""),
+        words,
+        user,
+        places_written(config, jobs),
+        max([each.longest_stop_s for each in jobs], default=90.0),
+        "\n".join(f"# Stops interrupt batches: {why}" for why in slow),
+        every or ("daily" if job else ""),
+        on_failure,
+        environment_read(jobs),
+    )
+
+
+def install_units(paths: Mapping[Path, str], *, force: bool) -> None:
+    """Write units where systemd looks, but not over what somebody else wrote there."""
+    for path, text in paths.items():
+        marker = text.partition("\n")[0]
+        if path.exists() and not force and path.read_text().partition("\n")[0] != marker:
+            raise ConfigurationError(
+                f"{path} is there, and was not written by this command.",
+                unchanged="Nothing was written.",
+                todo="Move it away, or add --force.",
+            )
+    for path, text in paths.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text.encode())
+        path.chmod(0o644)
 
 
 # -- click ---------------------------------------------------------------------------------------
