@@ -1656,6 +1656,7 @@ TOP_KEYS = {
     "state": ConfigKey("state", "state", _PATH, "folder of ledger, checkpoints, locks and logs"),
     "jobs_folder": ConfigKey("jobs_folder", "jobs", _PATH, "folder of the job files"),
     "min_free": ConfigKey("min_free_bytes", "16MB", parse_size, "below it no run starts"),
+    "keep": ConfigKey("keep_s", "90d", parse_duration, "finished runs, then they go; 0: for ever"),
     "max_maintenance": ConfigKey("max_maintenance_s", "1d", parse_duration, "older is overdue"),
 }
 OPTIONS = {
@@ -1818,6 +1819,7 @@ class Config(NamedTuple):
     state: Path
     jobs_folder: Path
     min_free_bytes: int
+    keep_s: float
     max_maintenance_s: float
 
     def job(self, name: str) -> JobConfig:
@@ -2851,6 +2853,13 @@ class CheckpointStore:
 # A run that is *paused by health* with `checks_at` is kept: its supervisor lives, holds the job's
 # lock, and looks again at that time. Every edge takes `checks_at` away but the one into that pause.
 #
+# A run is *pruned*, with all its rows and files, if it ended before the time that is kept and
+# nothing needs it any more. Needed are a job's newest run and newest success, what has an open
+# reject, a pending cleanup or an open operation, and whatever is a retry or rollback of a needed
+# run, or was retried or rolled back by one. The newest go first: a retry before what it retried.
+# Files go before the row, which alone knows of them. An operation means once ever: its row stays,
+# and its run's with it. Events stay that others refer to, without the run; the newest is the clock.
+#
 # A COMMIT that raised may have happened. It is never repeated in the same process: the process
 # ends, and the next start finds out. The connection is not usable in a forked child.
 
@@ -2860,6 +2869,7 @@ SQLITE_OLDEST = (3, 51, 3)
 SQLITE_WITHDRAWN = (3, 52)
 BUSY_LIMIT_S = 10.0
 BUSY_STEP_S = 0.01
+BACKUP_STEP = 1_000  # of SQLite's blocks of 4 kB
 LEDGER_ROOM_BYTES = 262_144  # below this SQLite cannot even make its wal-index
 
 SCHEMA = """
@@ -2981,6 +2991,7 @@ CREATE TABLE operation (
   claimed_at TEXT NOT NULL, outcome TEXT, receipt TEXT, ended_at TEXT, error TEXT,
   who TEXT, why TEXT, UNIQUE (job, key)
 ) STRICT;
+CREATE INDEX operation_of_run ON operation (run);
 CREATE INDEX open_operation ON operation (run, id) WHERE outcome IS NULL;
 -- of tables that version 2 brought, and that a ledger of version 1 gets above
 ALTER TABLE cleanup ADD COLUMN of_run INTEGER NOT NULL DEFAULT 0;
@@ -3070,6 +3081,24 @@ FOUND = """SELECT key, first < ?1 OR stored IS NOT NULL FROM (SELECT key,
     (SELECT min(id) FROM event WHERE run = key
       AND (what LIKE 'succeeded%' OR what LIKE 'cancelled%')) AS final FROM run)
   WHERE first <= ?2 AND (final IS NULL OR final > ?1) ORDER BY key"""
+# The finished runs that ended before ?1, but what is needed for its own sake; newest first. A run
+# that is only kept for its operations has nothing left.
+PRUNABLE = f"""SELECT key, id, coalesce(retry_of, rollback_of) FROM run r
+  WHERE NOT ({UNFINISHED}) AND ended_at < ?1
+  AND key NOT IN (SELECT max(key) FROM run GROUP BY job)
+  AND key NOT IN (SELECT max(key) FROM run WHERE state = 'succeeded'
+    AND retry_of IS NULL AND rollback_of IS NULL GROUP BY job)
+  AND NOT EXISTS (SELECT 1 FROM reject WHERE run = r.key AND confirmed AND state = 'open')
+  AND NOT EXISTS (SELECT 1 FROM cleanup WHERE run = r.key AND done_at IS NULL)
+  AND NOT EXISTS (SELECT 1 FROM operation WHERE run = r.key AND outcome IS NULL)
+  AND (EXISTS (SELECT 1 FROM attempt WHERE run = r.key)
+    OR NOT EXISTS (SELECT 1 FROM operation WHERE run = r.key)) ORDER BY key DESC"""
+KIN = "SELECT id, coalesce(retry_of, rollback_of) AS of FROM run WHERE of IS NOT NULL"
+ROWS_OF_A_RUN = ("reading", "health_check", "cleanup", "approval", "reject", "batch", "attempt")
+REFERRED = """SELECT admitted FROM attempt WHERE admitted IS NOT NULL AND run IS NOT ?1
+  UNION SELECT opened FROM barrier UNION SELECT overdue FROM barrier WHERE overdue IS NOT NULL
+  UNION SELECT closed FROM barrier WHERE closed IS NOT NULL UNION SELECT max(id) FROM event"""
+SLICE = 5_000  # commits of a run that go in one transaction
 ADD_PAUSE = "UPDATE run SET paused_s = paused_s + ? WHERE key = ?"
 # A record that was found bad is tried once more: it may have been mended.
 TRY_ANEW = "UPDATE run SET tries = 0, size = max(size, 1) WHERE key = :key"
@@ -4505,6 +4534,59 @@ class Ledger:
             self._insert("operation", **of_whom, **fence, claimed_at=self._host.now(), **ended)
             self._event(run, who, "repaired", lost)
 
+    # -- verbs: pruning -------------------------------------------------------------------
+
+    def prunable(self, before: str) -> list[Run]:
+        """Return the runs that ended before a moment and that nothing needs, newest first."""
+        rows = self._rows(PRUNABLE, before)
+        old, kin = {name: key for key, name, _ in rows}, self._rows(KIN)
+        while parted := [pair for pair in kin if (pair[0] in old) != (pair[1] in old)]:
+            for name in (name for pair in parted for name in pair):
+                old.pop(name, None)
+        return [self.run(key) for key in old.values()]
+
+    def prune(self, run: Run, before: str, remove_files: Callable[[], object]) -> tuple[bool, int]:
+        """Remove a run, or a slice of its commits; return whether it is gone, and how many rows.
+
+        It is asked again whether nothing needs it. A run that has made operations keeps its row.
+        """
+        with self._writing():
+            if all(run.key != other.key for other in self.prunable(before)):
+                return True, 0
+            remove_files()
+            rows, key = self._connection.total_changes(), (run.key,)
+            first = "(SELECT min(number) FROM batch WHERE run = ?1)"
+            self._sql(f"DELETE FROM batch WHERE run = ?1 AND number < {first} + {SLICE}", key)
+            is_gone = not self._sql("SELECT 1 FROM batch WHERE run = ?", key).fetchone()
+            if is_gone:
+                self._prune_rest_of(run)
+            reach("prune.commit")
+            return is_gone, self._connection.total_changes() - rows
+
+    def _prune_rest_of(self, run: Run) -> None:
+        """Remove what a run has beside its commits, and its row if nothing refers to it."""
+        key = (run.key,)
+        self._sql("UPDATE reject SET retry = NULL WHERE retry = ?", key)
+        self._sql(f"UPDATE event SET run = NULL WHERE run = ?1 AND id IN ({REFERRED})", key)
+        for table in ROWS_OF_A_RUN:
+            self._sql(f"DELETE FROM {table} WHERE run = ?", key)
+        self._sql("DELETE FROM event WHERE run = ?", key)
+        self._sql("UPDATE run SET checkpoint = NULL WHERE key = ?", key)
+        self._sql("DELETE FROM run WHERE key = ?1 AND key NOT IN (SELECT run FROM operation)", key)
+
+    def prune_the_rest(self, before: str) -> int:
+        """Remove old readings, closed barriers and events of no run; return how many rows."""
+        with self._writing():
+            rows = self._connection.total_changes()
+            for table in ("reading", "health_check"):
+                self._sql(f"DELETE FROM {table} WHERE at < ?", (before,))
+            closed = "SELECT id FROM barrier WHERE closed_at < ?"
+            self._sql(f"DELETE FROM drain WHERE barrier IN ({closed})", (before,))
+            self._sql(f"DELETE FROM barrier WHERE id IN ({closed})", (before,))
+            stay = f"run IS NULL AND at < ?2 AND id NOT IN ({REFERRED})"
+            self._sql(f"DELETE FROM event WHERE {stay}", (None, before))
+            return self._connection.total_changes() - rows
+
     # -- one state change, one event ------------------------------------------------------
 
     def _move(self, run: Run, to: RunState, *, who: str, why: str = "", reason: str = "") -> Run:
@@ -4566,6 +4648,28 @@ class Ledger:
     def _set_attempt(self, run: Run, generation: int, **columns: object) -> None:
         if columns:
             self._set("attempt", {"run": run.key, "generation": generation}, **columns)
+
+    # -- a copy ---------------------------------------------------------------------------
+
+    def back_up(self, target: Path) -> dict[str, int]:
+        """Copy the ledger as it is now, while others go on writing, to a new private file.
+
+        Returns:
+            The newest ids that the copy has to hold, by table.
+        """
+        with self._letters():
+            self._sql("BEGIN")  # one moment of it all, however long the copy takes
+            try:
+                newest = newest_ids(self._connection)
+                reach("backup.begun")
+                _back_up(self._connection, target)
+            except (apsw.FullError, apsw.IOError, apsw.CantOpenError) as error:
+                what = f"The copy {target} cannot be written: {error}."
+                todo = f"Make room, or choose another place: df {_typed(target.parent)}"
+                raise StateDirectoryError(what, unchanged="No copy was made.", todo=todo) from error
+            finally:
+                self._roll_back()
+        return newest
 
     # -- integrity ----------------------------------------------------------------------
 
@@ -4953,6 +5057,27 @@ def _all_jobs_stopped(locks: Path) -> Iterator[None]:
         yield
 
 
+def newest_ids(connection: apsw.Connection) -> dict[str, int]:
+    """Return the highest id of each table whose rows are counted on."""
+    sql = "SELECT coalesce(max({0}), 0) FROM {1}"
+    tables = {"event": "id", "operation": "id", "run": "key"}
+    return {t: int(connection.execute(sql.format(k, t)).get) for t, k in tables.items()}
+
+
+def fault_of_copy(path: Path, uuid: str, newest: Mapping[str, int]) -> str:
+    """Make a copy one plain file, and return what is wrong with it; empty if nothing is."""
+    try:
+        with contextlib.closing(apsw.Connection(str(path))) as copy:
+            copy.pragma("journal_mode", "delete")
+            found = [str(row[0]) for row in copy.execute("PRAGMA integrity_check(3)")]
+            ids, owner = newest_ids(copy), copy.execute("SELECT uuid FROM ledger").get
+    except apsw.Error as error:
+        return str(error)
+    behind = [f"its newest {t} is {ids[t]}, not {n}" for t, n in newest.items() if ids[t] < n]
+    strange = [f"it is of ledger {owner}"] * (owner != uuid)
+    return "; ".join([*(["; ".join(found)] * (found != ["ok"])), *strange, *behind])
+
+
 def _back_up(connection: apsw.Connection, target: Path) -> None:
     """Copy a ledger in use, whole and consistent, to a file that only its owner can read."""
     target.unlink(missing_ok=True)
@@ -4961,7 +5086,8 @@ def _back_up(connection: apsw.Connection, target: Path) -> None:
         contextlib.closing(apsw.Connection(str(target))) as copy,
         copy.backup("main", connection, "main") as backup,
     ):
-        backup.step()
+        while not backup.done:  # in steps: signals are heard between them
+            backup.step(BACKUP_STEP)
 
 
 # ======================================================================================
@@ -5334,6 +5460,11 @@ class StateDirectory:
             todo = f"Make its parent writable for this user: ls -ld {self.path.parent}"
             raise self._unfit(f"it cannot be made: {error.strerror}", todo) from error
 
+    def require_owner(self) -> None:
+        """Refuse who cannot look at the ledger as its owner does: with the locks of the others."""
+        with contextlib.suppress(FileNotFoundError):
+            self._require_owner(self.path.stat())
+
     def _require_owner(self, found: os.stat_result) -> None:
         if found.st_uid != os.geteuid():
             owner = self._host.user_name(found.st_uid)
@@ -5380,6 +5511,13 @@ class StateDirectory:
     def log_path(self, run: Run) -> Path:
         """Return where a run's job prints and logs to."""
         return self.path / "logs" / run.job / f"{run.id}.log"
+
+    def files_of(self, run: Run) -> list[Path]:
+        """Return what there is of a run in files: its checkpoint, its log, its images."""
+        places = [self.path / kind / run.job for kind in ("checkpoints", "logs", "images")]
+        return [
+            path for place in places for path in (*place.glob(f"{run.id}.*"), *place.glob(run.id))
+        ]
 
     def store(self, job: str) -> CheckpointStore:
         """Return the checkpoints of a job."""
@@ -10118,6 +10256,102 @@ def adopt_newest(state: StateDirectory, checkpoints: list[Checkpoint], host: Hos
                 state.store(checkpoint.job).remove(checkpoint.run)
 
 
+# -- copies and old runs -------------------------------------------------------------------------
+
+
+def back_up(state: StateDirectory, ledger: Ledger, path: Path, *, force: bool) -> int:
+    """Write a verified copy of the ledger under a name, whole or not at all; return its size.
+
+    It holds the newest checkpoint of every run, so that it alone is enough to go on from.
+    """
+    if path.is_dir() or path.resolve().is_relative_to(state.path.resolve()):
+        what = f"{path} is a folder, or in the state directory."
+        todo = "Name a file elsewhere, best on another disk: batchrun backup FILE"
+        raise ConfigurationError(what, unchanged="Nothing was written.", todo=todo)
+    if path.exists() and not force:
+        todo = "Choose another name, or add --force."
+        raise ConfigurationError(
+            f"{path} is there already.", unchanged="It was not touched.", todo=todo
+        )
+    with open_folder(path.parent) as folder:
+        copy = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+        try:
+            newest = ledger.back_up(copy)
+            if fault := fault_of_copy(copy, ledger.uuid, newest):
+                what = f"The copy of {ledger.path} is not what it should be: {fault}."
+                unchanged = f"It was removed; {path} is as it was."
+                raise StateDirectoryError(what, unchanged=unchanged, todo="See: batchrun check")
+            size = size_of(copy)
+            reach("backup.publish")
+            publish_file(folder, copy.name, path.name)
+        finally:
+            for suffix in ("", "-journal", "-wal", "-shm"):
+                discard_file(folder, beside(copy, suffix).name)
+    return size
+
+
+PRUNE_AT_ONCE = 20  # runs, by whoever prunes beside something else
+
+
+class Pruned(NamedTuple):
+    """What was pruned, or would be."""
+
+    before: str
+    runs: list[Run]
+    rows: int = 0
+    files_bytes: int = 0
+
+
+def to_prune(ledger: Ledger, keep_s: float, host: Host) -> Pruned:
+    """Return what is older than is kept; behind an open barrier all stays that it found."""
+    barrier = ledger.barrier()
+    before = min(host.later(-keep_s), barrier.at if barrier else "~")
+    return Pruned(before, ledger.prunable(before) if keep_s else [])
+
+
+def prune(
+    state: StateDirectory, ledger: Ledger, keep_s: float, host: Host, who: str, most: int = 0
+) -> Pruned:
+    """Let go of what is older than is kept, a run at a time; of at most so many runs, if said."""
+    pruned = to_prune(ledger, keep_s, host)
+    if not keep_s:
+        return pruned
+    runs = pruned.runs[: most or None]
+    rows = size = 0
+    for run in runs:
+        is_gone = False
+        while not is_gone:
+            files = state.files_of(run)
+            size += sum(map(size_of, files))
+            is_gone, more = ledger.prune(run, pruned.before, functools.partial(remove_files, files))
+            rows += more
+    rows += ledger.prune_the_rest(pruned.before)
+    if runs:
+        ledger.note(who, "pruned", f"{len(runs)} runs that ended before {pruned.before}")
+    return Pruned(pruned.before, runs, rows, size)
+
+
+def prune_beside(
+    state: StateDirectory, ledger: Ledger, config: Config, host: Host, who: str
+) -> None:
+    """Prune a few runs after something else, which it may never fail or hold up for long."""
+    with contextlib.suppress(BatchrunError, OSError):
+        prune(state, ledger, config.keep_s, host, who, PRUNE_AT_ONCE)
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    """Remove files and folders of ours, durably: what knows of them is removed next."""
+    import shutil  # only where there is something to remove
+
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(
+            missing_ok=True
+        )
+    for folder in {path.parent for path in paths}:
+        with open_folder(folder) as descriptor:
+            os.fsync(descriptor)
+
+
 # -- who goes on with an unfinished run ------------------------------------------------------------
 
 
@@ -11294,6 +11528,8 @@ class Supervisor:
             self._shown = self._ledger.newest_event()
             outcome = self._run_until_done()
             with contextlib.suppress(BatchrunError):  # what is recorded is durable already
+                if outcome.run and outcome.run.finished:
+                    prune_beside(self._state, self._ledger, self._config, self._host, self._who)
                 self._ledger.empty_log()
             return outcome._replace(signalled=self._stops.count > 0)
         except MaintenanceOn as refusal:
@@ -13749,6 +13985,7 @@ def tick(app: App) -> ExitCode:
             unfinished = ledger.all_unfinished()
             known = [run for run in unfinished if run.job in app.config.jobs]
             due = [run for run in known if standing(ledger, run, app.host).is_due]
+            prune_beside(app.state, ledger, app.config, app.host, "tick")
     except NotFound:
         return ExitCode.DONE
     codes = [ExitCode.DONE]
@@ -14438,6 +14675,51 @@ def doctor_command(app: App, *, job: str | None) -> ExitCode:
     app.console.result(render_examined(rows), {"examined": [row._asdict() for row in rows]})
     wrong = any(row.state != Wellness.OK for row in rows)
     return ExitCode.FINDINGS if wrong else ExitCode.DONE
+
+
+@command(
+    "Set up",
+    word("file"),
+    word("--force", is_flag=True, help="Also in the place of a file that is there."),
+    exits=[ExitCode.PERSON_NEEDED],
+)
+def backup_command(app: App, *, file: str, force: bool) -> ExitCode:
+    """Copy the ledger while jobs run, and verify the copy."""
+    app.state.require_owner()
+    path = Path(file).absolute()
+    with app.ledger(write=False) as ledger:
+        size = back_up(app.state, ledger, path, force=force)
+    text = f"{path}: {size_text(size)}, verified; the README says how it is put back"
+    app.console.result(text, {"file": path, "size_bytes": size})
+    return ExitCode.DONE
+
+
+@command(
+    "Set up",
+    word("--keep", metavar="90d", help="Instead of what the configuration says."),
+    word("--dry-run", is_flag=True, help="Only show what would go."),
+)
+def prune_command(app: App, *, keep: str | None, dry_run: bool) -> ExitCode:
+    """Let finished runs go that are older than `keep`, and that nothing needs."""
+    try:
+        keep_s = app.config.keep_s if keep is None else parse_duration(keep)
+    except ValueError as error:
+        raise ConfigurationError(f"--keep {keep!r}: {error}.") from error
+    with app.ledger(write=not dry_run) as ledger:
+        if dry_run:
+            pruned = to_prune(ledger, keep_s, app.host)
+        else:
+            pruned = prune(app.state, ledger, keep_s, app.host, app.who)
+    runs, names = pruned.runs, ("id", "job", "state", "ended_at")
+    text = f"{len(runs)} runs that ended before {pruned.before} {'would go' if dry_run else 'went'}"
+    gone = f", with {pruned.rows:,} rows and {size_text(pruned.files_bytes)} of files"
+    rows = [[str(getattr(run, name)) for name in names] for run in runs]
+    table = [render_table([["run", "job", "state", "ended"], *rows])] if rows and dry_run else []
+    documents = [{name: getattr(run, name) for name in names} for run in runs]
+    counts = {"before": pruned.before, "rows": pruned.rows, "files_bytes": pruned.files_bytes}
+    document = {"runs": documents, "dry_run": dry_run, **counts}
+    app.console.result("\n".join([*table, text + gone * (not dry_run)]), document)
+    return ExitCode.DONE
 
 
 @command(
