@@ -66,7 +66,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace, UnionType
@@ -729,6 +729,8 @@ VOLATILE_FILE_SYSTEMS = ("tmpfs", "ramfs")
 VOLATILE_FOLDERS = ("/tmp", "/var/tmp", "/run")  # noqa: S108 - named in order to warn about them
 FRAME_BYTES = os.sysconf("SC_PAGE_SIZE")  # what the kernel counts memory in
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+TIME_ERROR = 5  # <sys/timex.h>
+ANSWER_S = 10.0  # what a command of the machine may take
 STATUS_EVERY_S = EXTEND_EVERY_S = 1.0
 EXTEND_BY_S = 10.0  # a supervisor that falls silent gets this much, and no more
 LONGEST_STATUS = 500  # characters; systemd drops a datagram of more than 4,096 bytes
@@ -961,6 +963,37 @@ class Host:
         room = os.statvfs(path)
         no_inode = room.f_files > 0 and room.f_favail == 0  # btrfs has no number of them
         return 0 if no_inode else room.f_bavail * room.f_frsize
+
+    def is_synchronised(self) -> bool:
+        """Tell whether the kernel believes that its clock is right (adjtimex)."""
+        import ctypes
+
+        return int(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))) != TIME_ERROR
+
+    def limits(self) -> tuple[float, float]:
+        """Return how many files this process may open, and of what size write; inf: no limit."""
+        import resource
+
+        found = [
+            resource.getrlimit(way)[0] for way in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
+        ]
+        files, size = (float("inf") if v == resource.RLIM_INFINITY else v for v in found)
+        return files, size
+
+    def answer_of(self, *words: str) -> str:
+        """Return what a command of the machine prints; empty if there is none or it fails."""
+        import subprocess
+
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            return subprocess.check_output(
+                words,
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "LC_ALL": "C"},
+                timeout=ANSWER_S,
+                text=True,
+            )
+        return ""
 
     def file_system(self, path: Path) -> str:
         """Return the type of the file system that holds a path, `ext4`; empty if unknown."""
@@ -1846,32 +1879,15 @@ class Config(NamedTuple):
         return re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(words))
 
 
-def values_in(value: object) -> Iterator[object]:
-    """Yield each value in raw settings, and where one is read from the environment as a dict."""
-    if isinstance(value, Mapping) and value.keys() != {"env"}:
-        value = list(value.values())
-    if isinstance(value, list):
-        for each in value:
-            yield from values_in(each)
-    else:
-        yield value
-
-
 def places_written(config: Config, jobs: Iterable[JobConfig]) -> list[Path]:
     """Return the folders that jobs write to as far as is known: ours, and of SQLite targets."""
     state = config.state if config.state.exists() else config.state.parent
-    urls = [url for job in jobs for url in values_in(job.settings) if isinstance(url, str)]
-    paths = [config.folder / url_path(url) for url in urls if url.startswith("sqlite:")]
+    values = [value for job in jobs for value in job.settings.values() if isinstance(value, str)]
+    paths = [config.folder / url_path(url) for url in values if url.startswith("sqlite:")]
     found = [config.folder, state, *(path.parent for path in paths)]
     return [
         a for a in dict.fromkeys(found) if not any(a != b and a.is_relative_to(b) for b in found)
     ]
-
-
-def environment_read(jobs: Iterable[JobConfig]) -> list[str]:
-    """Return the names in the environment that the settings of jobs are read from."""
-    values = [value for job in jobs for value in values_in(job.settings)]
-    return sorted({str(value["env"]) for value in values if isinstance(value, dict)})
 
 
 def config_keys() -> dict[str, dict[str, ConfigKey]]:
@@ -4825,6 +4841,11 @@ def ledger_lost(path: Path, how: str) -> PersonNeeded:
 # -- opening, making, migrating --------------------------------------------------------
 
 
+def sqlite_version() -> str:
+    """Return the version of the SQLite that is in use."""
+    return apsw.sqlite_lib_version()
+
+
 def require_sqlite(version: str) -> None:
     """Refuse an SQLite that can corrupt a ledger (the WAL-reset bug, or the withdrawn 3.52)."""
     numbers = tuple(map(int, version.split(".")))
@@ -4860,7 +4881,7 @@ def open_ledger(
             is to be read only; untouched.
         NotFound: there is none, and it was not to be made.
     """
-    require_sqlite(apsw.sqlite_lib_version())
+    require_sqlite(sqlite_version())
     reach("ledger.open")
     if is_missing(path):
         if witnesses or size_of(beside(path, "-wal")):
@@ -5503,6 +5524,10 @@ class StateDirectory:
         witnesses = any((self.path / "checkpoints").glob("*/*.json"))
         how = {"create": create, "witnesses": witnesses, "write": write}
         return open_ledger(self.ledger_path, self._host, **how)
+
+    def reading(self) -> contextlib.closing[Ledger]:
+        """Open the ledger that is there to read it, and close it."""
+        return contextlib.closing(self.open_ledger(create=False, write=False))
 
     def lock_path(self, job: str) -> Path:
         """Return where the lock of a job is."""
@@ -6321,6 +6346,7 @@ class Examined(NamedTuple):
     answer: str
     means: str
     elapsed_s: float
+    todo: str = ""  # what to type if it is not well
 
 
 def examine(state: StateDirectory, config: Config, job: str | None, host: Host) -> list[Examined]:
@@ -6359,7 +6385,7 @@ def slow_batches(state: StateDirectory, job: JobConfig) -> Iterator[Examined]:
     """Yield a warning if a stop of a job would often interrupt a batch."""
     with (
         contextlib.suppress(BatchrunError),
-        contextlib.closing(state.open_ledger(create=False, write=False)) as ledger,
+        state.reading() as ledger,
     ):
         run = ledger.latest(job.name)
         times = ledger.batch_times(run) if run else []
@@ -6402,7 +6428,7 @@ def _living_worker(state: StateDirectory, job: str, host: Host) -> int | None:
     """Return the pid of the worker of a job's run that goes on now."""
     with (
         contextlib.suppress(BatchrunError),
-        contextlib.closing(state.open_ledger(create=False, write=False)) as ledger,
+        state.reading() as ledger,
     ):
         run = ledger.unfinished(job)
         attempt = run and ledger.last_attempt(run)
@@ -10197,7 +10223,7 @@ def find_repair(state: StateDirectory) -> Repair:
     """Return what has to be repaired, changing nothing."""
     stores = state.stores()
     try:
-        with contextlib.closing(state.open_ledger(create=False, write=False)) as ledger:
+        with state.reading() as ledger:
             lost = ledger.damage()
             adopt = [] if lost else [pair for store in stores for pair in repairs(ledger, store)]
     except PersonNeeded as error:
@@ -10350,6 +10376,111 @@ def remove_files(paths: Iterable[Path]) -> None:
     for folder in {path.parent for path in paths}:
         with open_folder(folder) as descriptor:
             os.fsync(descriptor)
+
+
+# -- whether all is there that a run needs ---------------------------------------------------------
+
+FEWEST_FILES = 256  # open ones of a supervisor, a worker and what it connects to
+CLOCK_SLACK_S = 60.0
+TRY_LOCK = """
+import fcntl, sys
+try:
+    fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    print("held")
+else:
+    print("free")
+"""
+Look = tuple[str, str, str, str]  # what was looked at, what was seen, what it means, what to type
+
+
+def doctor(state: StateDirectory, config: Config, job: str | None, host: Host) -> list[Examined]:
+    """Look once at all that a run needs: health, machine, files, jobs; leave nothing behind."""
+    rows, clock = examine(state, config, job, host), host.monotonic
+    looks = [look_at_machine(state, host), look_at_files(state, host)]
+    looks += [
+        look_at_job(config, each, host) for n, each in config.jobs.items() if job in (None, n)
+    ]
+    began = clock()
+    for name, answer, means, todo in chain.from_iterable(looks):
+        well = Wellness.BAD if todo else Wellness.OK
+        rows.append(Examined(name, name, well, answer, means, round(clock() - began, 6), todo))
+        began = clock()
+    return rows
+
+
+def look_at_machine(state: StateDirectory, host: Host) -> Iterator[Look]:
+    """Look at SQLite, the limits of this process, and wall time against the newest event."""
+    todo, version = "", sqlite_version()
+    try:
+        require_sqlite(version)
+    except ConfigurationError as error:
+        todo = error.todo
+    yield "SQLite", version, "some versions can damage a ledger", todo
+    files, size = host.limits()
+    said = f"{files:g} open files, {f'of {size_text(size)}' if size < 1e18 else 'of any size'}"
+    todo = "ulimit -a" * (files < FEWEST_FILES or size < 1e18)
+    yield "limits", said, "beyond them nothing is opened or written", todo
+    newest, now = list[Event](), host.now()
+    with contextlib.suppress(BatchrunError), state.reading() as ledger:
+        newest = ledger.events(after=ledger.newest_event() - 1)
+    behind_s = seconds_between(now, newest[-1].at) if newest else 0.0
+    said = f"{now}, {'' if host.is_synchronised() else 'not '}synchronised as the kernel knows"
+    said += f", {duration_text(behind_s)} before the newest event" * (behind_s > CLOCK_SLACK_S)
+    means = "ages, `keep` and `once_per` are reckoned by it; the order of events is not"
+    yield "clock", said, means, "timedatectl" * (behind_s > CLOCK_SLACK_S)
+
+
+def look_at_files(state: StateDirectory, host: Host) -> Iterator[Look]:
+    """Look whose the files are (a run under sudo leaves strange ones), and try a lock twice."""
+    if not state.path.exists() or (owner := state.path.stat().st_uid) != os.geteuid():
+        return
+    seen = [(path, path.lstat()) for path in state.path.rglob("*")]
+    strange = [p for p, found in seen if found.st_uid != owner or found.st_mode & 0o022]
+    said = ", ".join(map(str, strange[:3])) + f" and {len(strange) - 3} more" * (len(strange) > 3)
+    todo = (
+        f"chown -R {host.user_name(owner)} {_typed(state.path)}; chmod -R go= {_typed(state.path)}"
+    )
+    means = "what another user owns or may write to stops a run, or cannot be trusted"
+    yield "files", said or f"{len(seen)}, all private", means, todo * bool(strange)
+    lock = JobLock(state.lock_path(f"doctor.{os.getpid()}"))
+    ask = (sys.executable, "-I", "-c", TRY_LOCK, str(lock.path))
+    try:
+        lock.acquire()
+        held = host.answer_of(*ask)
+        lock.release()
+        answers = f"{held.strip()} while it is held, {host.answer_of(*ask).strip()} when it is not"
+    except (OSError, BatchrunError) as error:
+        answers = str(error)
+    with contextlib.suppress(OSError):
+        lock.path.unlink()
+    todo = f"df -T {_typed(state.path)}" * (answers != "held while it is held, free when it is not")
+    yield "lock", answers, "without it two runs of a job could write", todo
+
+
+def look_at_job(config: Config, job: JobConfig, host: Host) -> Iterator[Look]:
+    """Look whether a job can be imported, and how long its installed unit lets a stop take."""
+    todo = ""
+    try:
+        os.chdir(config.folder)
+        found = load_job(job)
+        found.settings_from(job, {}, config.folder)
+        said = f"version {found.version} can be loaded, and its settings fit"
+    except BatchrunError as error:
+        said, todo = " ".join([error.what, *error.why.splitlines()[-1:]]), "batchrun jobs"
+    yield f"job {job.name}", said, "otherwise its runs end before their first batch", todo
+    wanted = "--property=LoadState,Type,TimeoutStopUSec"
+    told = host.answer_of("systemctl", "show", f"{config.unit(job.name)}.service", wanted)
+    if "LoadState=loaded\n" in told:
+        spans = re.findall(r"([0-9.]+)(h|min|s|ms|us)\b", told.partition("TimeoutStopUSec=")[2])
+        limit_s = sum(float(number) * SPANS_S[name] for number, name in spans) or float("inf")
+        said = f"TimeoutStopSec is {limit_s:g} s; a stop may take {job.longest_stop_s:g} s"
+        short = "Type=notify\n" not in told and limit_s < job.longest_stop_s
+        means = "systemd kills it then; of Type=notify it is asked for more time"
+        yield f"unit of {job.name}", said, means, f"batchrun unit {job.name} --install" * short
+
+
+SPANS_S = {"h": 3600, "min": 60, "s": 1, "ms": 1e-3, "us": 1e-6}
 
 
 # -- who goes on with an unfinished run ------------------------------------------------------------
@@ -13516,51 +13647,35 @@ EVERY = {
     "weekly": ("Mon *-*-* 03:{0:02}:00", "{0} 3 * * 1"),
     "monthly": ("*-*-01 03:{0:02}:00", "{0} 3 1 * *"),
 }
-TICK_EVERY = ("OnBootSec=2min\nOnUnitInactiveSec=5min", "*/5 * * * *")
-ON_ABNORMAL = "Restart=on-abnormal\nRestartSec=30"  # exit codes are decisions: never restarted
-# What no job can miss. MemoryDenyWriteExecute= and ProcSubset= are not here: ctypes makes code at
-# run time, and health reads /proc. A user's own systemd cannot make most of the others.
-SANDBOX = """NoNewPrivileges=yes
-LockPersonality=yes
-RestrictRealtime=yes
-RestrictSUIDSGID=yes
-SystemCallArchitectures=native
-UMask=0077"""
-SANDBOX_OF_ROOT = """CapabilityBoundingSet={0}
-ProtectSystem=strict
-ProtectHome=read-only
-PrivateDevices=yes
-ProtectClock=yes
-ProtectControlGroups=yes
-ProtectHostname=yes
-ProtectKernelLogs=yes
-ProtectKernelModules=yes
-ProtectKernelTunables=yes
+# What no job can miss: each =yes. MemoryDenyWriteExecute and ProcSubset are not here: ctypes makes
+# code at run time, and health reads /proc. A user's own systemd cannot make what is root's.
+SANDBOX = "NoNewPrivileges LockPersonality RestrictRealtime RestrictSUIDSGID"
+SANDBOX_OF_ROOT = """PrivateDevices ProtectClock ProtectControlGroups ProtectHostname
+  ProtectKernelLogs ProtectKernelModules ProtectKernelTunables RestrictNamespaces"""
+SANDBOX_MORE = """SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM
 RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
-RestrictNamespaces=yes
-SystemCallFilter=@system-service
-SystemCallErrorNumber=EPERM"""
+ProtectSystem=strict
+ProtectHome=read-only"""
+NETWORK = "Wants=network-online.target\nAfter=network-online.target"
+CAPABILITIES_OF_ROOT = "CAP_CHOWN CAP_DAC_OVERRIDE CAP_DAC_READ_SEARCH CAP_FOWNER"
 
 
 class Timed(NamedTuple):
     """What is to be started by a timer, and how."""
 
-    title: str  # one line
-    folder: Path  # of the configuration
     unit: str  # the name of its units, without the ending
     words: list[str]  # the command
     user: str  # "" in a user's own systemd
-    writes: list[Path]  # the folders that it writes to
+    writes: list[Path]  # the folders that it writes to; first that of the configuration
     stop_s: float  # how long a stop may take
-    said: str  # what a reader should know of that, one line
-    every: str = ""  # a key of EVERY, OnCalendar= or cron's fields; "": the tick
-    on_failure: str = ""  # a unit
-    reads: Sequence[str] = ()  # the environment that its settings are read from
+    slow: str  # what a reader should know of that; comment lines, or nothing
+    every: str  # a key of EVERY, OnCalendar= or cron's fields; "": the tick
+    on_failure: str  # a unit, or nothing
 
-
-def minute_of(name: str) -> int:
-    """Return the minute of the hour at which a job is started, always the same one."""
-    return sum(name.encode()) % 60
+    def when(self, way: int) -> str:
+        """Return when it is started, as systemd (0) or cron (1) reads it."""
+        return EVERY.get(self.every, (self.every,) * 2)[way].format(sum(self.unit.encode()) % 60)
 
 
 def unit_word(text: object) -> str:
@@ -13571,49 +13686,60 @@ def unit_word(text: object) -> str:
 
 def render_cron(timed: Timed) -> str:
     """Return the line of a crontab; cron takes a plain `%` for the end of the line."""
-    fields = EVERY.get(timed.every, ("", timed.every))[1].format(minute_of(timed.unit))
-    return f"{fields if timed.every else TICK_EVERY[1]}  {_typed(*timed.words)}".replace("%", "\\%")
+    fields = timed.when(1) if timed.every else "*/5 * * * *"
+    return f"{fields}  {_typed(*timed.words)}".replace("%", "\\%")
 
 
 def render_units(timed: Timed, marker: str) -> dict[str, str]:
     """Return the units that start something by a timer: name of the file -> its text."""
-    on_calendar = EVERY.get(timed.every, (timed.every,))[0].format(minute_of(timed.unit))
-    when = f"OnCalendar={on_calendar}\nPersistent=true\nRandomizedDelaySec=60"
-    limit = "1h" if timed.every in EVERY else "5min"  # it counts a timer's starts too
-    title = timed.title.replace("%", "%%")
-    network = "Wants=network-online.target\nAfter=network-online.target" if timed.user else ""
-    timer = [marker, "[Unit]", f"Description={title}\n", "[Timer]"]
-    timer += [when if timed.every else TICK_EVERY[0], "\n[Install]", "WantedBy=timers.target", ""]
-    service = [marker, "[Unit]", f"Description={title}", network]
-    service += [f"StartLimitIntervalSec={limit}\nStartLimitBurst=5"] * bool(timed.every)
-    service += [f"OnFailure={timed.on_failure}" if timed.on_failure else ON_FAILURE, "\n[Service]"]
-    service += ["Type=notify\nNotifyAccess=main", f"User={timed.user}" if timed.user else ""]
+    title = f"[Unit]\nDescription=Batch job: {' '.join(timed.words[-2:])}"
+    starts = "OnBootSec=2min\nOnUnitInactiveSec=5min"
+    # exit codes are decisions and never restarted; the limit counts the timer's own starts too
+    limit, restart = "StartLimitIntervalSec={}\nStartLimitBurst=5", "on-abnormal\nRestartSec=30"
+    if timed.every:
+        starts = f"OnCalendar={timed.when(0)}\nPersistent=true\nRandomizedDelaySec=60"
+        limit = limit.format("1h" if timed.every in EVERY else "5min")
+    else:
+        limit, restart = "", "no"
     first, *words = map(unit_word, timed.words)
-    service += [f"ExecStart={first} {' '.join(words).replace('$', '$$')}"]  # as systemd reads them
-    if timed.reads:
-        service += [f"# Its settings are read from {', '.join(timed.reads)}: a file of NAME=VALUE."]
-        service += [f"EnvironmentFile=-{unit_word(timed.folder / 'batchrun.env')}"]
-    service += [ON_ABNORMAL if timed.every else "", "SuccessExitStatus=10 11 12 75"]
-    service += ["KillMode=mixed", timed.said, f"TimeoutStopSec={timed.stop_s:.0f}"]
-    service += ["WatchdogSec=5min\nOOMPolicy=continue", SANDBOX, *sandbox_of(timed), ""]
-    texts = {".service": service, ".timer": timer}
-    return {
-        timed.unit + end: "\n".join(filter(None, text[:-1])) + "\n" for end, text in texts.items()
-    }
+    service = f"""{marker}
+{title}
+{NETWORK * bool(timed.user)}
+{limit}
+{f"OnFailure={timed.on_failure}" * bool(timed.on_failure)}
+[Service]
+Type=notify
+NotifyAccess=main
+{f"User={timed.user}" * bool(timed.user)}
+ExecStart={first} {" ".join(words).replace("$", "$$")}
+# A file of NAME=VALUE for settings that are read from the environment; it need not be there.
+EnvironmentFile=-{f"{timed.writes[0]}/batchrun.env".replace("%", "%%")}
+Restart={restart}
+SuccessExitStatus=10 11 12 75
+KillMode=mixed
+{timed.slow}
+TimeoutStopSec={timed.stop_s:.0f}
+WatchdogSec=5min
+OOMPolicy=continue
+{sandbox_of(timed)}
+"""
+    timer = f"{marker}\n{title}\n[Timer]\n{starts}\n[Install]\nWantedBy=timers.target\n"
+    files = {f"{timed.unit}.service": service, f"{timed.unit}.timer": timer}
+    return {n: re.sub("\n+", "\n", text).replace("\n[", "\n\n[") for n, text in files.items()}
 
 
-ON_FAILURE = "#OnFailure=UNIT  (started when a run ends with 1, 5 or 13: --on-failure UNIT)"
-
-
-def sandbox_of(timed: Timed) -> list[str]:
-    """Return what only the system's systemd can keep a service from, but for where it writes."""
+def sandbox_of(timed: Timed) -> str:
+    """Return the lines that keep a service from all but what a job needs."""
+    lines = [f"{name}=yes" for name in SANDBOX.split()] + ["SystemCallArchitectures=native"]
     if not timed.user:
-        return []
-    needs = "CAP_CHOWN CAP_DAC_OVERRIDE CAP_DAC_READ_SEARCH CAP_FOWNER" * (timed.user == "root")
-    places = " ".join(map(unit_word, timed.writes))
-    volatile = any(path.is_relative_to(tmp) for path in timed.writes for tmp in VOLATILE_FOLDERS)
-    private = [] if volatile else ["PrivateTmp=yes"]
-    return [SANDBOX_OF_ROOT.format(needs), *private, f"ReadWritePaths={places}"]
+        return "\n".join([*lines, "UMask=0077"])
+    names = SANDBOX_OF_ROOT.split()
+    if not any(path.is_relative_to(tmp) for path in timed.writes for tmp in VOLATILE_FOLDERS):
+        names.append("PrivateTmp")
+    capabilities = CAPABILITIES_OF_ROOT * (timed.user == "root")
+    lines += [f"{name}=yes" for name in names] + [SANDBOX_MORE, "UMask=0077"]
+    lines += [f"CapabilityBoundingSet={capabilities}"]
+    return "\n".join([*lines, f"ReadWritePaths={' '.join(map(unit_word, timed.writes))}"])
 
 
 # -- tables and the like ---------------------------------------------------------------------------
@@ -13623,7 +13749,7 @@ def render_examined(rows: Iterable[Examined]) -> str:
     """Return what `doctor` asked, what came back, and what it means."""
     return "\n".join(
         f"{row.state:8} {row.asked} {row.answer} ({row.elapsed_s * 1000:.0f} ms)\n"
-        f"         {row.means}"
+        f"         {row.means}" + f"\n         to mend it: {row.todo}" * bool(row.todo)
         for row in rows
     )
 
@@ -14667,11 +14793,11 @@ def jobs_command(app: App) -> ExitCode:
 
 @command("Set up", word("job", required=False), exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND])
 def doctor_command(app: App, *, job: str | None) -> ExitCode:
-    """Ask once for all that health checks ask for, and explain each answer."""
+    """Look once at all that a run needs: health, machine, files, jobs; explain each answer."""
     app.require_trusted()
     if job is not None:
         app.config.job(job)
-    rows = examine(app.state, app.config, job, app.host)
+    rows = doctor(app.state, app.config, job, app.host)
     app.console.result(render_examined(rows), {"examined": [row._asdict() for row in rows]})
     wrong = any(row.state != Wellness.OK for row in rows)
     return ExitCode.FINDINGS if wrong else ExitCode.DONE
@@ -14736,90 +14862,68 @@ def prune_command(app: App, *, keep: str | None, dry_run: bool) -> ExitCode:
     exits=[ExitCode.NOT_FOUND],
 )
 def unit_command(
-    app: App, *, job: str | None, install: bool, force: bool, cron: bool, **asked: Any
+    app: App, *, job: str | None, install: bool, force: bool, **asked: Any
 ) -> ExitCode:
     """Print systemd units, or a crontab's line, that start a job or the tick."""
-    require_one_timer(job, install=install, force=force, cron=cron, **asked)
     own = install and os.geteuid() != 0
-    timed = timed_by(app, job, asked["every"], asked["on_failure"] or "", own=own)
-    if cron:
+    timed = timed_by(app, job, asked | {"install": install, "force": force}, own=own)
+    if asked["cron"]:
         line = render_cron(timed)
         app.console.result(line, {"line": line})
         return ExitCode.DONE
-    files = render_units(timed, f"# Written by `unit {job or '--tick'}` of {app.config.path}")
-    paths = {app.host.unit_folder / name: text for name, text in files.items()}
-    systemctl = "systemctl --user" if own else "systemctl"
-    todo = [f"{systemctl} daemon-reload", f"{systemctl} enable --now {timed.unit}.timer"]
+    marker = f"# Written by `unit {job or '--tick'}` of {app.config.path}"
+    files = render_units(timed, marker).items()
+    paths = {app.host.unit_folder / name: text for name, text in files}
     if install:
         install_units(paths, force=force)
+    systemctl = "systemctl --user" if own else "systemctl"
+    todo = [f"{systemctl} daemon-reload", f"{systemctl} enable --now {timed.unit}.timer"]
     shown = [f"# {'wrote ' * install}{path}\n{text}" for path, text in paths.items()]
-    typed = "# to start it, type:\n" + "\n".join(f"#   {line}" for line in todo)
-    document = {"files": [{"path": path, "text": text} for path, text in paths.items()]}
-    app.console.result("\n".join([*shown, typed]), {**document, "written": install, "todo": todo})
+    text = "\n".join([*shown, "# to start it, type:", *(f"#   {line}" for line in todo)])
+    documents = [{"path": path, "text": text} for path, text in paths.items()]
+    app.console.result(text, {"files": documents, "written": install, "todo": todo})
     return ExitCode.DONE
 
 
-def require_one_timer(
-    job: str | None,
-    *,
-    tick: bool,
-    every: str | None,
-    on_failure: str | None,
-    **ways: bool,
-) -> None:
-    """Refuse what names no job and no tick, or both, and options that would not be heeded."""
+def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) -> Timed:
+    """Return what `unit` is to start by a timer, a job or the tick; refuse what is not clear."""
+    config, every, on_failure = app.config, asked["every"], asked["on_failure"] or ""
+    words = [*own_command(), "--config", str(config.path)]
     wrong = {
-        "Name a job or --tick, not both.": bool(job) == tick,
-        "--tick comes every five minutes; it does not take --every.": tick and every is not None,
+        "Name a job or --tick, not both.": bool(job) == asked["tick"],
+        "--tick comes every five minutes; it takes no --every.": asked["tick"] and every,
         "--every and --on-failure take one line of text.": not f"{every}{on_failure}".isprintable(),
-        "--cron only prints a line.": ways["cron"] and (ways["install"] or on_failure),
-        "--force is for --install.": ways["force"] and not ways["install"],
-        "--cron --every takes cron's five fields.": ways["cron"]
-        and every not in (None, *EVERY)
-        and len(str(every).split()) != 5,
+        "--cron only prints a line.": asked["cron"] and (asked["install"] or on_failure),
+        "--force is for --install.": asked["force"] and not asked["install"],
+        f"The path {words[0]} or {config.path} cannot stand in a unit or crontab.": (
+            not "".join(words).isprintable() or {*"\"'\\"} & {*words[0]}
+        ),
     }
     for what in (what for what, is_wrong in wrong.items() if is_wrong):
         todo = "See: batchrun unit --help"
         raise ConfigurationError(what, unchanged="Nothing was written.", todo=todo)
-
-
-def timed_by(app: App, job: str | None, every: str | None, on_failure: str, *, own: bool) -> Timed:
-    """Return what a job's timer, or the tick's, is to start, as `unit` renders it."""
-    config = app.config
     jobs = [config.job(job)] if job else list(config.jobs.values())
     path = config.state if config.state.exists() else config.path
-    user = "" if own else app.host.user_name(path.stat().st_uid)
-    words = [*own_command(), "--config", str(config.path)]
-    words += ["run", job] if job else ["resume", "--all"]
-    if not "".join(words).isprintable() or {*"\"'\\"} & {*words[0]}:
-        what = f"The path {words[0]} or {config.path} cannot stand in a unit or crontab."
-        raise ConfigurationError(what, unchanged="Nothing was written.")
     slow = [row.answer for each in jobs for row in slow_batches(app.state, each)]
     return Timed(
-        f"Run the batch job {job}" if job else f"Go on with what is due in {config.folder}",
-        config.folder,
         config.unit(job or ""),
-        words,
-        user,
+        [*words, *(["run", job] if job else ["resume", "--all"])],
+        "" if own else app.host.user_name(path.stat().st_uid),
         places_written(config, jobs),
         max([each.longest_stop_s for each in jobs], default=90.0),
-        "\n".join(f"# Stops interrupt batches: {why}" for why in slow),
+        "\n".join(f"# A stop interrupts batches: {why}" for why in slow),
         every or ("daily" if job else ""),
         on_failure,
-        environment_read(jobs),
     )
 
 
 def install_units(paths: Mapping[Path, str], *, force: bool) -> None:
     """Write units where systemd looks, but not over what somebody else wrote there."""
     for path, text in paths.items():
-        marker = text.partition("\n")[0]
-        if path.exists() and not force and path.read_text().partition("\n")[0] != marker:
-            raise ConfigurationError(
-                f"{path} is there, and was not written by this command.",
-                unchanged="Nothing was written.",
-                todo="Move it away, or add --force.",
-            )
+        if path.exists() and not force and path.read_text().split("\n")[0] != text.split("\n")[0]:
+            what = f"{path} is there, and was not written by this command."
+            todo = "Move it away, or add --force."
+            raise ConfigurationError(what, unchanged="Nothing was written.", todo=todo)
     for path, text in paths.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())
