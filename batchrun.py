@@ -733,6 +733,7 @@ TIME_ERROR = 5  # <sys/timex.h>
 ANSWER_S = 10.0  # what a command of the machine may take
 STATUS_EVERY_S = EXTEND_EVERY_S = 1.0
 EXTEND_BY_S = 10.0  # a supervisor that falls silent gets this much, and no more
+LONGEST_MESSAGE = 4_096  # bytes; Kubernetes takes no more
 LONGEST_STATUS = 500  # characters; systemd drops a datagram of more than 4,096 bytes
 
 NAMED_POINT = os.environ.get("BATCHRUN_TEST_POINT", "")
@@ -1077,6 +1078,19 @@ class Host:
             return self.root_units
         home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
         return Path(home) / "systemd/user"
+
+    def show_end(self, text: str) -> None:
+        """Tell who started us how it ended: systemd, and the file that Kubernetes reads."""
+        self.systemd.show(text, at_once=True)
+        path = os.environ.get("BATCHRUN_TERMINATION_MESSAGE")
+        with contextlib.suppress(OSError):
+            if path:
+                descriptor = os.open(
+                    path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o600
+                )
+                with os.fdopen(descriptor, "wb") as file:
+                    shown = text.encode(errors="replace")[:LONGEST_MESSAGE].decode(errors="ignore")
+                    file.write(shown.encode())
 
     @functools.cached_property
     def systemd(self) -> Systemd:
@@ -3417,6 +3431,10 @@ class Ledger:
     def run_with_id(self, name: str) -> Run | None:
         """Return the run of exactly this id."""
         return self._one(Run, "WHERE id = ?", name)
+
+    def newest_runs(self, count: int = 100) -> list[Run]:
+        """Return the newest runs of all jobs, newest first."""
+        return self._all(Run, "ORDER BY key DESC LIMIT ?", count)
 
     def runs_like(self, prefix: str) -> list[Run]:
         """Return the runs whose id begins so, at most a few."""
@@ -13903,7 +13921,7 @@ class Console:
         """Write an error; with --json the last line of stderr is an object."""
         self._draw("")
         text = mask_secrets(self.typed(text))
-        self._host.systemd.show(text, at_once=True)
+        self._host.show_end(text)
         if self.as_json:
             text = json.dumps({"type": "error", "exit_code": int(code), "text": text})
         write_line(2, text)
@@ -13990,12 +14008,15 @@ class App:
             return outcome
         run = summarise(outcome.run, [], [], [])
         self.console.tells = False
-        if not outcome.letter and not self.console.as_json:
+        if not outcome.letter:
             took = duration_text(self.host.monotonic() - began)
-            text = f"{run['job']}: run {run['id']} {state_text(run)} after {took}"
+            text = (
+                f"{run['job']}: run {run['id']} {state_text(run)} after {took}: {counts_text(run)}"
+            )
             todo = f"\nto go on: batchrun resume {run['id']}" * (not outcome.run.finished)
-            self.console.say(f"{text}: {counts_text(run)}{todo}")
-            self.host.systemd.show(mask_secrets(text), at_once=True)
+            self.host.show_end(mask_secrets(text))
+            if not self.console.as_json:
+                self.console.say(text + todo)
         if self.console.as_json:
             document = {"type": "result", "exit_code": int(outcome.exit_code), "run": run["id"]}
             names = ("job", "state", "reason", "read", "rejected", "counts")
@@ -14973,8 +14994,11 @@ def hidden_globals(click: Any) -> list[Any]:
 
 def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     """Return one click command whose return value is its exit code."""
+    names_of = functools.partial(complete, app)
     made = [
-        (click.Option if names[0].startswith("-") else click.Argument)(list(names), **more)
+        click.Option(list(names), **more)
+        if names[0].startswith("-")
+        else click.Argument(list(names), shell_complete=names_of, **more)
         for names, more in parts.parameters
     ]
 
@@ -14992,6 +15016,22 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     )
 
 
+def complete(app: App, context: Any, parameter: Any, begun: str) -> list[Any]:
+    """Return what a shell may complete a word to: names of jobs, ids of runs, or files."""
+    from click.shell_completion import CompletionItem
+
+    if parameter.name not in ("job", "run", "name"):
+        return [CompletionItem(begun, "file")] * (parameter.name in ("file", "folder"))
+    names = list[str]()
+    with contextlib.suppress(BatchrunError, OSError):
+        app.take(context.find_root().params.get("config"))
+        names += app.config.jobs
+        if parameter.name != "job":
+            with app.ledger(write=False) as ledger:
+                names += [run.id for run in ledger.newest_runs()]
+    return [name for name in names if name.startswith(begun)]
+
+
 def exit_text(codes: list[ExitCode]) -> str:
     """Return the part of a help page that explains exit codes."""
     lines = [f"{int(code):>3}  {EXIT_SENTENCES[code]}" for code in codes]
@@ -15005,10 +15045,11 @@ def run_command_line(arguments: list[str]) -> int:
     app = App()
     app.take(os.environ.get("BATCHRUN_CONFIG"), as_json="--json" in arguments)
     try:
-        root = build_command_line(app, arguments)
+        completes = "_BATCHRUN_COMPLETE" in os.environ  # then click finds the words by itself
+        root = build_command_line(app, ["--help"] if completes else arguments)
         return int(root.main(arguments, "batchrun", standalone_mode=False) or 0)
-    except click.exceptions.Exit as leaving:
-        return leaving.exit_code
+    except (click.exceptions.Exit, SystemExit) as leaving:  # the latter of a shell's completion
+        return int(leaving.code or 0) if isinstance(leaving, SystemExit) else leaving.exit_code
     except click.ClickException as error:
         where = getattr(error, "ctx", None)
         see = f"\nSee: {where.command_path} --help" if where and "\n" not in str(error) else ""
