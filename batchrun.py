@@ -13720,7 +13720,7 @@ def render_units(timed: Timed, marker: str) -> dict[str, str]:
     else:
         limit, restart = "", "no"
     first, *words = map(unit_word, timed.words)
-    service = f"""{marker}
+    started = f"""{marker}
 {title}
 {NETWORK * bool(timed.user)}
 {limit}
@@ -13742,7 +13742,7 @@ OOMPolicy=continue
 {sandbox_of(timed)}
 """
     timer = f"{marker}\n{title}\n[Timer]\n{starts}\n[Install]\nWantedBy=timers.target\n"
-    files = {f"{timed.unit}.service": service, f"{timed.unit}.timer": timer}
+    files = {f"{timed.unit}.service": started, f"{timed.unit}.timer": timer}
     return {n: re.sub("\n+", "\n", text).replace("\n[", "\n\n[") for n, text in files.items()}
 
 
