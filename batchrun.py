@@ -3022,6 +3022,8 @@ CREATE TABLE operation (
   who TEXT, why TEXT, UNIQUE (job, key)
 ) STRICT;
 CREATE INDEX operation_of_run ON operation (run);
+CREATE INDEX retry_of_run ON run (retry_of) WHERE retry_of IS NOT NULL;
+CREATE INDEX rollback_of_run ON run (rollback_of) WHERE rollback_of IS NOT NULL;
 CREATE INDEX open_operation ON operation (run, id) WHERE outcome IS NULL;
 -- of tables that version 2 brought, and that a ledger of version 1 gets above
 ALTER TABLE cleanup ADD COLUMN of_run INTEGER NOT NULL DEFAULT 0;
@@ -3113,17 +3115,18 @@ FOUND = """SELECT key, first < ?1 OR stored IS NOT NULL FROM (SELECT key,
   WHERE first <= ?2 AND (final IS NULL OR final > ?1) ORDER BY key"""
 # The finished runs that ended before ?1, but what is needed for its own sake; newest first. A run
 # that is only kept for its operations has nothing left.
-PRUNABLE = f"""SELECT key, id, coalesce(retry_of, rollback_of) FROM run r
+PRUNABLE = f"""SELECT key, id FROM run r
   WHERE NOT ({UNFINISHED}) AND ended_at < ?1
   AND key NOT IN (SELECT max(key) FROM run GROUP BY job)
-  AND key NOT IN (SELECT max(key) FROM run WHERE state = 'succeeded'
-    AND retry_of IS NULL AND rollback_of IS NULL GROUP BY job)
+  AND (state = 'cancelled' OR EXISTS (SELECT 1 FROM run WHERE job = r.job AND key > r.key
+    AND state = 'succeeded' AND retry_of IS NULL AND rollback_of IS NULL))
   AND NOT EXISTS (SELECT 1 FROM reject WHERE run = r.key AND confirmed AND state = 'open')
   AND NOT EXISTS (SELECT 1 FROM cleanup WHERE run = r.key AND done_at IS NULL)
   AND NOT EXISTS (SELECT 1 FROM operation WHERE run = r.key AND outcome IS NULL)
   AND (EXISTS (SELECT 1 FROM attempt WHERE run = r.key)
     OR NOT EXISTS (SELECT 1 FROM operation WHERE run = r.key)) ORDER BY key DESC"""
-KIN = "SELECT id, coalesce(retry_of, rollback_of) AS of FROM run WHERE of IS NOT NULL"
+KIN = """SELECT id, retry_of FROM run WHERE retry_of IS NOT NULL
+  UNION ALL SELECT id, rollback_of FROM run WHERE rollback_of IS NOT NULL"""
 ROWS_OF_A_RUN = ("reading", "health_check", "cleanup", "approval", "reject", "batch", "attempt")
 REFERRED = """SELECT admitted FROM attempt WHERE admitted IS NOT NULL AND run IS NOT ?1
   UNION SELECT opened FROM barrier UNION SELECT overdue FROM barrier WHERE overdue IS NOT NULL
@@ -4570,14 +4573,14 @@ class Ledger:
 
     # -- verbs: pruning -------------------------------------------------------------------
 
-    def prunable(self, before: str) -> list[Run]:
-        """Return the runs that ended before a moment and that nothing needs, newest first."""
-        rows = self._rows(PRUNABLE, before)
-        old, kin = {name: key for key, name, _ in rows}, self._rows(KIN)
+    def prunable(self, before: str) -> list[int]:
+        """Return the keys of runs that ended before a moment and nothing needs, newest first."""
+        old = {name: key for key, name in self._rows(PRUNABLE, before)}
+        kin = self._rows(KIN) if old else []
         while parted := [pair for pair in kin if (pair[0] in old) != (pair[1] in old)]:
             for name in (name for pair in parted for name in pair):
                 old.pop(name, None)
-        return [self.run(key) for key in old.values()]
+        return list(old.values())
 
     def prune(self, run: Run, before: str, remove_files: Callable[[], object]) -> tuple[bool, int]:
         """Remove a run, or a slice of its commits; return whether it is gone, and how many rows.
@@ -4585,7 +4588,7 @@ class Ledger:
         It is asked again whether nothing needs it. A run that has made operations keeps its row.
         """
         with self._writing():
-            if all(run.key != other.key for other in self.prunable(before)):
+            if run.key not in self.prunable(before):
                 return True, 0
             remove_files()
             rows, key = self._connection.total_changes(), (run.key,)
@@ -4606,7 +4609,8 @@ class Ledger:
             self._sql(f"DELETE FROM {table} WHERE run = ?", key)
         self._sql("DELETE FROM event WHERE run = ?", key)
         self._sql("UPDATE run SET checkpoint = NULL WHERE key = ?", key)
-        self._sql("DELETE FROM run WHERE key = ?1 AND key NOT IN (SELECT run FROM operation)", key)
+        made = "SELECT 1 FROM operation WHERE run = ?1"
+        self._sql(f"DELETE FROM run WHERE key = ?1 AND NOT EXISTS ({made})", key)
 
     def prune_the_rest(self, before: str) -> int:
         """Remove old readings, closed barriers and events of no run; return how many rows."""
@@ -10346,23 +10350,23 @@ class Pruned(NamedTuple):
     files_bytes: int = 0
 
 
-def to_prune(ledger: Ledger, keep_s: float, host: Host) -> Pruned:
+def to_prune(ledger: Ledger, keep_s: float, host: Host, most: int = 0) -> Pruned:
     """Return what is older than is kept; behind an open barrier all stays that it found."""
     barrier = ledger.barrier()
     before = min(host.later(-keep_s), barrier.at if barrier else "~")
-    return Pruned(before, ledger.prunable(before) if keep_s else [])
+    keys = ledger.prunable(before) if keep_s else []
+    return Pruned(before, [ledger.run(key) for key in keys[: most or None]])
 
 
 def prune(
     state: StateDirectory, ledger: Ledger, keep_s: float, host: Host, who: str, most: int = 0
 ) -> Pruned:
     """Let go of what is older than is kept, a run at a time; of at most so many runs, if said."""
-    pruned = to_prune(ledger, keep_s, host)
+    pruned = to_prune(ledger, keep_s, host, most)
     if not keep_s:
         return pruned
-    runs = pruned.runs[: most or None]
     rows = size = 0
-    for run in runs:
+    for run in pruned.runs:
         is_gone = False
         while not is_gone:
             files = state.files_of(run)
@@ -10370,9 +10374,9 @@ def prune(
             is_gone, more = ledger.prune(run, pruned.before, functools.partial(remove_files, files))
             rows += more
     rows += ledger.prune_the_rest(pruned.before)
-    if runs:
-        ledger.note(who, "pruned", f"{len(runs)} runs that ended before {pruned.before}")
-    return Pruned(pruned.before, runs, rows, size)
+    if pruned.runs:
+        ledger.note(who, "pruned", f"{len(pruned.runs)} runs that ended before {pruned.before}")
+    return pruned._replace(rows=rows, files_bytes=size)
 
 
 def prune_beside(

@@ -12,6 +12,7 @@ from test_05_ledger import commit, opened
 from test_11_worker import at, records, rows, write_job
 
 from batchrun import (
+    ROWS_OF_A_RUN,
     Config,
     Host,
     Ledger,
@@ -257,6 +258,17 @@ def test_files_that_cannot_be_removed_keep_their_run(place: Place) -> None:
         place.ledger.prune(run, NEW, refuse)
     assert place.left() == ["old", "newest"]
     assert len(place.ledger.attempts(run)) == 1
+
+
+def test_every_table_that_tells_of_runs_is_pruned_or_kept_on_purpose(place: Place) -> None:
+    tables = place.ledger._rows("SELECT name FROM sqlite_schema WHERE type = 'table'")
+    of_runs = {
+        table
+        for (table,) in tables
+        for key in place.ledger._rows(f"PRAGMA foreign_key_list({table})")
+        if key[2] == "run"
+    }
+    assert of_runs == {*ROWS_OF_A_RUN, "event", "operation", "run"}
 
 
 # --- with processes -------------------------------------------------------------------------------
