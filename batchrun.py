@@ -975,11 +975,9 @@ class Host:
         """Return how many files this process may open, and of what size write; inf: no limit."""
         import resource
 
-        found = [
-            resource.getrlimit(way)[0] for way in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
-        ]
-        files, size = (float("inf") if v == resource.RLIM_INFINITY else v for v in found)
-        return files, size
+        ways = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
+        files, size = (float(resource.getrlimit(way)[0]) for way in ways)
+        return (files if files >= 0 else float("inf")), (size if size >= 0 else float("inf"))
 
     def answer_of(self, *words: str) -> str:
         """Return what a command of the machine prints; empty if there is none or it fails."""
@@ -1082,15 +1080,12 @@ class Host:
     def show_end(self, text: str) -> None:
         """Tell who started us how it ended: systemd, and the file that Kubernetes reads."""
         self.systemd.show(text, at_once=True)
-        path = os.environ.get("BATCHRUN_TERMINATION_MESSAGE")
-        with contextlib.suppress(OSError):
-            if path:
-                descriptor = os.open(
-                    path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o600
-                )
-                with os.fdopen(descriptor, "wb") as file:
-                    shown = text.encode(errors="replace")[:LONGEST_MESSAGE].decode(errors="ignore")
-                    file.write(shown.encode())
+        content = text.encode(errors="replace")[:LONGEST_MESSAGE].decode(errors="ignore").encode()
+        if path := os.environ.get("BATCHRUN_TERMINATION_MESSAGE"):
+            with contextlib.suppress(OSError):
+                descriptor = os.open(path, WRITE_ANEW, 0o600)
+                with os.fdopen(descriptor, "wb", buffering=0) as file:
+                    file.write(content)
 
     @functools.cached_property
     def systemd(self) -> Systemd:
@@ -1372,6 +1367,7 @@ def write_line(descriptor: int, text: str) -> None:
 
 
 READ_PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link, no waiting pipe
+WRITE_ANEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
 MAKE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -10382,9 +10378,17 @@ def prune(
 def prune_beside(
     state: StateDirectory, ledger: Ledger, config: Config, host: Host, who: str
 ) -> None:
-    """Prune a few runs after something else, which it may never fail or hold up for long."""
-    with contextlib.suppress(BatchrunError, OSError):
+    """Prune a few runs beside something else, which it may not fail or hold up for long.
+
+    Raises:
+        OutcomeUnknown: the ledger's COMMIT failed; this process is not to go on writing.
+    """
+    try:
         prune(state, ledger, config.keep_s, host, who, PRUNE_AT_ONCE)
+    except OutcomeUnknown:
+        raise
+    except (BatchrunError, OSError):
+        return  # the next one tries again
 
 
 def remove_files(paths: Iterable[Path]) -> None:
@@ -10392,9 +10396,10 @@ def remove_files(paths: Iterable[Path]) -> None:
     import shutil  # only where there is something to remove
 
     for path in paths:
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(
-            missing_ok=True
-        )
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
     for folder in {path.parent for path in paths}:
         with open_folder(folder) as descriptor:
             os.fsync(descriptor)
@@ -10457,14 +10462,17 @@ def look_at_files(state: StateDirectory, host: Host) -> Iterator[Look]:
     """Look whose the files are (a run under sudo leaves strange ones), and try a lock twice."""
     if not state.path.exists() or (owner := state.path.stat().st_uid) != os.geteuid():
         return
-    seen = [(path, path.lstat()) for path in state.path.rglob("*")]
-    strange = [p for p, found in seen if found.st_uid != owner or found.st_mode & 0o022]
-    said = ", ".join(map(str, strange[:3])) + f" and {len(strange) - 3} more" * (len(strange) > 3)
-    todo = (
-        f"chown -R {host.user_name(owner)} {_typed(state.path)}; chmod -R go= {_typed(state.path)}"
-    )
+    paths, strange = list(state.path.rglob("*")), list[str]()
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # a job that runs replaces its checkpoint
+            found = path.lstat()
+            if found.st_uid != owner or found.st_mode & 0o022:
+                strange += [str(path)] * (path != state.maintenance.path)  # anybody may make that
+    said = ", ".join(strange[:3]) + f" and {len(strange) - 3} more" * (len(strange) > 3)
+    place = _typed(state.path)
+    todo = f"chown -R {host.user_name(owner)} {place}; chmod -R go= {place}" * bool(strange)
     means = "what another user owns or may write to stops a run, or cannot be trusted"
-    yield "files", said or f"{len(seen)}, all private", means, todo * bool(strange)
+    yield "files", said or f"{len(paths)}, all its owner's", means, todo
     lock = JobLock(state.lock_path(f"doctor.{os.getpid()}"))
     ask = (sys.executable, "-I", "-c", TRY_LOCK, str(lock.path))
     try:
