@@ -3111,8 +3111,8 @@ FOUND = """SELECT key, first < ?1 OR stored IS NOT NULL FROM (SELECT key,
   WHERE first <= ?2 AND (final IS NULL OR final > ?1) ORDER BY key"""
 # The finished runs that ended before ?1, but what is needed for its own sake; newest first. A run
 # that is only kept for its operations has nothing left.
-PRUNABLE = f"""SELECT key, id FROM run r
-  WHERE NOT ({UNFINISHED}) AND ended_at < ?1
+PRUNABLE = """SELECT key, id FROM run r
+  WHERE ended_at < ?1
   AND key NOT IN (SELECT max(key) FROM run GROUP BY job)
   AND (state = 'cancelled' OR EXISTS (SELECT 1 FROM run WHERE job = r.job AND key > r.key
     AND state = 'succeeded' AND retry_of IS NULL AND rollback_of IS NULL))
