@@ -10345,6 +10345,10 @@ class Pruned(NamedTuple):
     rows: int = 0
     files_bytes: int = 0
 
+    def __str__(self) -> str:
+        count = len(self.runs)
+        return f"{count} run{'s' * (count != 1)} that ended before {self.before}"
+
 
 def to_prune(ledger: Ledger, keep_s: float, host: Host, most: int = 0) -> Pruned:
     """Return what is older than is kept; behind an open barrier all stays that it found."""
@@ -10371,7 +10375,7 @@ def prune(
             rows += more
     rows += ledger.prune_the_rest(pruned.before)
     if pruned.runs:
-        ledger.note(who, "pruned", f"{len(pruned.runs)} runs that ended before {pruned.before}")
+        ledger.note(who, "pruned", str(pruned))
     return pruned._replace(rows=rows, files_bytes=size)
 
 
@@ -14870,7 +14874,7 @@ def prune_command(app: App, *, keep: str | None, dry_run: bool) -> ExitCode:
         else:
             pruned = prune(app.state, ledger, keep_s, app.host, app.who)
     runs, names = pruned.runs, ("id", "job", "state", "ended_at")
-    text = f"{len(runs)} runs that ended before {pruned.before} {'would go' if dry_run else 'went'}"
+    text = f"{pruned} {'would go' if dry_run else 'went'}"
     gone = f", with {pruned.rows:,} rows and {size_text(pruned.files_bytes)} of files"
     rows = [[str(getattr(run, name)) for name in names] for run in runs]
     table = [render_table([["run", "job", "state", "ended"], *rows])] if rows and dry_run else []

@@ -83,7 +83,7 @@ def test_an_old_run_goes_with_all_its_rows_and_files(place: Place) -> None:
     assert place.ledger.damage() == ""
     assert place.ledger._rows("PRAGMA foreign_key_check") == []
     said = place.ledger.events(what="pruned")
-    assert [event.why for event in said] == [f"1 runs that ended before {pruned.before}"]
+    assert [event.why for event in said] == [f"1 run that ended before {pruned.before}"]
     assert place.prune().runs == []
 
 
@@ -295,7 +295,7 @@ def test_the_command_shows_what_would_go_and_then_lets_it_go(project: Project) -
     assert (shown.code, shown.err) == (0, "")
     lines = shown.out.splitlines()
     assert lines[1].startswith(f"{first}  sync  succeeded  {OLD}")
-    assert lines[2].startswith("1 runs that ended before ")
+    assert lines[2].startswith("1 run that ended before ")
     assert lines[2].endswith(" would go")
     assert ids(project) == [first, second]
     gone = project.run("prune", "--json").document
