@@ -3127,7 +3127,7 @@ ROWS_OF_A_RUN = ("reading", "health_check", "cleanup", "approval", "reject", "ba
 REFERRED = """SELECT admitted FROM attempt WHERE admitted IS NOT NULL AND run IS NOT ?1
   UNION SELECT opened FROM barrier UNION SELECT overdue FROM barrier WHERE overdue IS NOT NULL
   UNION SELECT closed FROM barrier WHERE closed IS NOT NULL UNION SELECT max(id) FROM event"""
-SLICE = 5_000  # commits of a run that go in one transaction
+COMMITS_AT_ONCE = 5_000  # commits of a run that go in one transaction
 ADD_PAUSE = "UPDATE run SET paused_s = paused_s + ? WHERE key = ?"
 # A record that was found bad is tried once more: it may have been mended.
 TRY_ANEW = "UPDATE run SET tries = 0, size = max(size, 1) WHERE key = :key"
@@ -4589,7 +4589,9 @@ class Ledger:
             remove_files()
             rows, key = self._connection.total_changes(), (run.key,)
             first = "(SELECT min(number) FROM batch WHERE run = ?1)"
-            self._sql(f"DELETE FROM batch WHERE run = ?1 AND number < {first} + {SLICE}", key)
+            self._sql(
+                f"DELETE FROM batch WHERE run = ?1 AND number < {first} + {COMMITS_AT_ONCE}", key
+            )
             is_gone = not self._sql("SELECT 1 FROM batch WHERE run = ?", key).fetchone()
             if is_gone:
                 self._prune_rest_of(run)

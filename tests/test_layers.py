@@ -27,14 +27,14 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Health": 895,
     "Jobs": 2_720,
     "Operations": 650,
-    "Recovery": 870,
+    "Recovery": 875,
     "Worker": 775,
     "Supervisor": 1_745,
     "Reports": 585,
     "Command line": 1_315,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 15_107  # must stay under
+LINES_IN_ALL = 15_113  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
