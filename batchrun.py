@@ -66,7 +66,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace, UnionType
@@ -738,8 +738,11 @@ VOLATILE_FILE_SYSTEMS = ("tmpfs", "ramfs")
 VOLATILE_FOLDERS = ("/tmp", "/var/tmp", "/run")  # noqa: S108 - named in order to warn about them
 FRAME_BYTES = os.sysconf("SC_PAGE_SIZE")  # what the kernel counts memory in
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+TIME_ERROR = 5  # <sys/timex.h>
+ANSWER_S = 10.0  # what a command of the machine may take
 STATUS_EVERY_S = EXTEND_EVERY_S = 1.0
 EXTEND_BY_S = 10.0  # a supervisor that falls silent gets this much, and no more
+LONGEST_MESSAGE = 4_096  # bytes; Kubernetes takes no more
 LONGEST_STATUS = 500  # characters; systemd drops a datagram of more than 4,096 bytes
 
 NAMED_POINT = os.environ.get("BATCHRUN_TEST_POINT", "")
@@ -801,6 +804,7 @@ class Host:
 
     proc = Path("/proc")
     cgroups = Path("/sys/fs/cgroup")
+    root_units = Path("/etc/systemd/system")
 
     def now(self) -> str:
         """Return wall time as UTC text with milliseconds, `2026-01-31T23:59:59.123Z`."""
@@ -970,6 +974,35 @@ class Host:
         no_inode = room.f_files > 0 and room.f_favail == 0  # btrfs has no number of them
         return 0 if no_inode else room.f_bavail * room.f_frsize
 
+    def is_synchronised(self) -> bool:
+        """Tell whether the kernel believes that its clock is right (adjtimex)."""
+        import ctypes
+
+        return int(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))) != TIME_ERROR
+
+    def limits(self) -> tuple[float, float]:
+        """Return how many files this process may open, and of what size write; inf: no limit."""
+        import resource
+
+        ways = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
+        files, size = (float(resource.getrlimit(way)[0]) for way in ways)
+        return (files if files >= 0 else float("inf")), (size if size >= 0 else float("inf"))
+
+    def answer_of(self, *words: str) -> str:
+        """Return what a command of the machine prints; empty if there is none or it fails."""
+        import subprocess
+
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            return subprocess.check_output(
+                words,
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "LC_ALL": "C"},
+                timeout=ANSWER_S,
+                text=True,
+            )
+        return ""
+
     def file_system(self, path: Path) -> str:
         """Return the type of the file system that holds a path, `ext4`; empty if unknown."""
         best, found = -1, ""
@@ -1044,6 +1077,24 @@ class Host:
         texts = map(_text_of, (self.proc / "vmstat", *ours))
         counted = [n for text in texts for n in re.findall(r"^oom_kill (\d+)$", text, re.MULTILINE)]
         return sum(map(int, counted)) if counted else None
+
+    @property
+    def unit_folder(self) -> Path:
+        """Where systemd looks for units that we may write: root's, or this user's own."""
+        if os.geteuid() == 0:
+            return self.root_units
+        home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+        return Path(home) / "systemd/user"
+
+    def show_end(self, text: str) -> None:
+        """Tell who started us how it ended: systemd, and the file that Kubernetes reads."""
+        self.systemd.show(text, at_once=True)
+        content = text.encode(errors="replace")[:LONGEST_MESSAGE].decode(errors="ignore").encode()
+        if path := os.environ.get("BATCHRUN_TERMINATION_MESSAGE"):
+            with contextlib.suppress(OSError):
+                descriptor = os.open(path, WRITE_ANEW, 0o600)
+                with os.fdopen(descriptor, "wb", buffering=0) as file:
+                    file.write(content)
 
     @functools.cached_property
     def systemd(self) -> Systemd:
@@ -1297,6 +1348,14 @@ def own_interpreter(function: str, *words: str) -> list[str]:
     return [sys.executable, "-P", "-c", boot, str(Path(__file__).resolve().parent), *words]
 
 
+def own_command() -> list[str]:
+    """Return how this very batchrun is called from anywhere: its console script, or this file."""
+    script = Path(sys.argv[0]).absolute()
+    if script.name == "batchrun" and os.access(script, os.X_OK):
+        return [str(script)]
+    return [sys.executable, str(Path(__file__).resolve())]
+
+
 def sha256(content: bytes) -> hashlib._Hash:
     """Return the SHA-256 of bytes so far, as hashlib does."""
     import hashlib  # 4 ms; status and refused starts hash nothing
@@ -1317,6 +1376,7 @@ def write_line(descriptor: int, text: str) -> None:
 
 
 READ_PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link, no waiting pipe
+WRITE_ANEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
 MAKE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -1648,6 +1708,7 @@ TOP_KEYS = {
     "state": ConfigKey("state", "state", _PATH, "folder of ledger, checkpoints, locks and logs"),
     "jobs_folder": ConfigKey("jobs_folder", "jobs", _PATH, "folder of the job files"),
     "min_free": ConfigKey("min_free_bytes", "16MB", parse_size, "below it no run starts"),
+    "keep": ConfigKey("keep_s", "90d", parse_duration, "finished runs, then they go; 0: for ever"),
     "max_maintenance": ConfigKey("max_maintenance_s", "1d", parse_duration, "older is overdue"),
 }
 OPTIONS = {
@@ -1794,6 +1855,11 @@ class JobConfig(NamedTuple):
         return 2 * self.call_timeout_s if self.settle_given_s is None else self.settle_given_s
 
     @property
+    def longest_stop_s(self) -> float:
+        """How long a stop may take: to the safe point, interrupted, one release, and killed."""
+        return self.stop_grace_s + min(self.stop_grace_s, 10.0) + self.cleanup_timeout_s + 4.0
+
+    @property
     def isolates(self) -> bool:
         """Whether a batch that fails is done in halves, at once or as plan B."""
         return self.isolate or self.on_exhausted == "reject"
@@ -1809,6 +1875,7 @@ class Config(NamedTuple):
     state: Path
     jobs_folder: Path
     min_free_bytes: int
+    keep_s: float
     max_maintenance_s: float
 
     def job(self, name: str) -> JobConfig:
@@ -1825,6 +1892,25 @@ class Config(NamedTuple):
             unchanged="Nothing was changed.",
             todo=f'To add it, write there:\n{_heading(name)}\nuses = "FUNCTION"',
         )
+
+    def unit(self, job: str = "") -> str:
+        """Return the name, without its ending, of a job's systemd units; without a job the tick's.
+
+        The folder is part of it: several configurations may have units on one machine.
+        """
+        words = ["batchrun", self.folder.name, job] if job else ["batchrun-tick", self.folder.name]
+        return re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(words))
+
+
+def places_written(config: Config, jobs: Iterable[JobConfig]) -> list[Path]:
+    """Return the folders that jobs write to as far as is known: ours, and of SQLite targets."""
+    state = config.state if config.state.exists() else config.state.parent
+    values = [value for job in jobs for value in job.settings.values() if isinstance(value, str)]
+    paths = [config.folder / url_path(url) for url in values if url.startswith("sqlite:")]
+    found = [config.folder, state, *(path.parent for path in paths)]
+    return [
+        a for a in dict.fromkeys(found) if not any(a != b and a.is_relative_to(b) for b in found)
+    ]
 
 
 def config_keys() -> dict[str, dict[str, ConfigKey]]:
@@ -2942,6 +3028,13 @@ class ImageStore:
 # A run that is *paused by health* with `checks_at` is kept: its supervisor lives, holds the job's
 # lock, and looks again at that time. Every edge takes `checks_at` away but the one into that pause.
 #
+# A run is *pruned*, with all its rows and files, if it ended before the time that is kept and
+# nothing needs it any more. Needed are a job's newest run and newest success, what has an open
+# reject, a pending cleanup or an open operation, and whatever is a retry or rollback of a needed
+# run, or was retried or rolled back by one. The newest go first: a retry before what it retried.
+# Files go before the row, which alone knows of them. An operation means once ever: its row stays,
+# and its run's with it. Events stay that others refer to, without the run; the newest is the clock.
+#
 # A COMMIT that raised may have happened. It is never repeated in the same process: the process
 # ends, and the next start finds out. The connection is not usable in a forked child.
 
@@ -2951,6 +3044,7 @@ SQLITE_OLDEST = (3, 51, 3)
 SQLITE_WITHDRAWN = (3, 52)
 BUSY_LIMIT_S = 10.0
 BUSY_STEP_S = 0.01
+BACKUP_STEP = 1_000  # of SQLite's blocks of 4 kB
 LEDGER_ROOM_BYTES = 262_144  # below this SQLite cannot even make its wal-index
 
 SCHEMA = """
@@ -3072,6 +3166,9 @@ CREATE TABLE operation (
   claimed_at TEXT NOT NULL, outcome TEXT, receipt TEXT, ended_at TEXT, error TEXT,
   who TEXT, why TEXT, UNIQUE (job, key)
 ) STRICT;
+CREATE INDEX operation_of_run ON operation (run);
+CREATE INDEX retry_of_run ON run (retry_of) WHERE retry_of IS NOT NULL;
+CREATE INDEX rollback_of_run ON run (rollback_of) WHERE rollback_of IS NOT NULL;
 CREATE INDEX open_operation ON operation (run, id) WHERE outcome IS NULL;
 CREATE INDEX rollback_of_run ON run (rollback_of) WHERE rollback_of IS NOT NULL;
 CREATE INDEX batch_that_remembers ON batch (run, number) WHERE images IS NOT NULL;
@@ -3167,6 +3264,25 @@ FOUND = """SELECT key, first < ?1 OR stored IS NOT NULL FROM (SELECT key,
     (SELECT min(id) FROM event WHERE run = key
       AND (what LIKE 'succeeded%' OR what LIKE 'cancelled%')) AS final FROM run)
   WHERE first <= ?2 AND (final IS NULL OR final > ?1) ORDER BY key"""
+# The finished runs that ended before ?1, but what is needed for its own sake; newest first. A run
+# that is only kept for its operations has nothing left.
+PRUNABLE = """SELECT key, id FROM run r
+  WHERE ended_at < ?1
+  AND key NOT IN (SELECT max(key) FROM run GROUP BY job)
+  AND (state = 'cancelled' OR EXISTS (SELECT 1 FROM run WHERE job = r.job AND key > r.key
+    AND state = 'succeeded' AND retry_of IS NULL AND rollback_of IS NULL))
+  AND NOT EXISTS (SELECT 1 FROM reject WHERE run = r.key AND confirmed AND state = 'open')
+  AND NOT EXISTS (SELECT 1 FROM cleanup WHERE run = r.key AND done_at IS NULL)
+  AND NOT EXISTS (SELECT 1 FROM operation WHERE run = r.key AND outcome IS NULL)
+  AND (EXISTS (SELECT 1 FROM attempt WHERE run = r.key)
+    OR NOT EXISTS (SELECT 1 FROM operation WHERE run = r.key)) ORDER BY key DESC"""
+KIN = """SELECT id, retry_of FROM run WHERE retry_of IS NOT NULL
+  UNION ALL SELECT id, rollback_of FROM run WHERE rollback_of IS NOT NULL"""
+ROWS_OF_A_RUN = ("reading", "health_check", "cleanup", "approval", "reject", "batch", "attempt")
+REFERRED = """SELECT admitted FROM attempt WHERE admitted IS NOT NULL AND run IS NOT ?1
+  UNION SELECT opened FROM barrier UNION SELECT overdue FROM barrier WHERE overdue IS NOT NULL
+  UNION SELECT closed FROM barrier WHERE closed IS NOT NULL UNION SELECT max(id) FROM event"""
+COMMITS_AT_ONCE = 5_000  # commits of a run that go in one transaction
 ADD_PAUSE = "UPDATE run SET paused_s = paused_s + ? WHERE key = ?"
 # A record that was found bad is tried once more: it may have been mended.
 TRY_ANEW = "UPDATE run SET tries = 0, size = max(size, 1) WHERE key = :key"
@@ -3482,6 +3598,10 @@ class Ledger:
     def run_with_id(self, name: str) -> Run | None:
         """Return the run of exactly this id."""
         return self._one(Run, "WHERE id = ?", name)
+
+    def newest_runs(self, count: int = 100) -> list[Run]:
+        """Return the newest runs of all jobs, newest first."""
+        return self._all(Run, "ORDER BY key DESC LIMIT ?", count)
 
     def runs_like(self, prefix: str) -> list[Run]:
         """Return the runs whose id begins so, at most a few."""
@@ -4670,6 +4790,62 @@ class Ledger:
             self._insert("operation", **of_whom, **fence, claimed_at=self._host.now(), **ended)
             self._event(run, who, "repaired", lost)
 
+    # -- verbs: pruning -------------------------------------------------------------------
+
+    def prunable(self, before: str) -> list[int]:
+        """Return the keys of runs that ended before a moment and nothing needs, newest first."""
+        old = {name: key for key, name in self._rows(PRUNABLE, before)}
+        kin = self._rows(KIN) if old else []
+        while parted := [pair for pair in kin if (pair[0] in old) != (pair[1] in old)]:
+            for name in (name for pair in parted for name in pair):
+                old.pop(name, None)
+        return list(old.values())
+
+    def prune(self, run: Run, before: str, remove_files: Callable[[], object]) -> tuple[bool, int]:
+        """Remove a run, or a slice of its commits; return whether it is gone, and how many rows.
+
+        It is asked again whether nothing needs it. A run that has made operations keeps its row.
+        """
+        with self._writing():
+            if run.key not in self.prunable(before):
+                return True, 0
+            remove_files()
+            rows, key = self._connection.total_changes(), (run.key,)
+            first = "(SELECT min(number) FROM batch WHERE run = ?1)"
+            self._sql(
+                f"DELETE FROM batch WHERE run = ?1 AND number < {first} + {COMMITS_AT_ONCE}", key
+            )
+            is_gone = not self._sql("SELECT 1 FROM batch WHERE run = ?", key).fetchone()
+            if is_gone:
+                self._prune_rest_of(run)
+            reach("prune.commit")
+            return is_gone, self._connection.total_changes() - rows
+
+    def _prune_rest_of(self, run: Run) -> None:
+        """Remove what a run has beside its commits, and its row if nothing refers to it."""
+        key = (run.key,)
+        self._sql("UPDATE reject SET retry = NULL WHERE retry = ?", key)
+        self._sql(f"UPDATE event SET run = NULL WHERE run = ?1 AND id IN ({REFERRED})", key)
+        for table in ROWS_OF_A_RUN:
+            self._sql(f"DELETE FROM {table} WHERE run = ?", key)
+        self._sql("DELETE FROM event WHERE run = ?", key)
+        self._sql("UPDATE run SET checkpoint = NULL WHERE key = ?", key)
+        made = "SELECT 1 FROM operation WHERE run = ?1"
+        self._sql(f"DELETE FROM run WHERE key = ?1 AND NOT EXISTS ({made})", key)
+
+    def prune_the_rest(self, before: str) -> int:
+        """Remove old readings, closed barriers and events of no run; return how many rows."""
+        with self._writing():
+            rows = self._connection.total_changes()
+            for table in ("reading", "health_check"):
+                self._sql(f"DELETE FROM {table} WHERE at < ?", (before,))
+            closed = "SELECT id FROM barrier WHERE closed_at < ?"
+            self._sql(f"DELETE FROM drain WHERE barrier IN ({closed})", (before,))
+            self._sql(f"DELETE FROM barrier WHERE id IN ({closed})", (before,))
+            stay = f"run IS NULL AND at < ?2 AND id NOT IN ({REFERRED})"
+            self._sql(f"DELETE FROM event WHERE {stay}", (None, before))
+            return self._connection.total_changes() - rows
+
     # -- one state change, one event ------------------------------------------------------
 
     def _move(self, run: Run, to: RunState, *, who: str, why: str = "", reason: str = "") -> Run:
@@ -4731,6 +4907,28 @@ class Ledger:
     def _set_attempt(self, run: Run, generation: int, **columns: object) -> None:
         if columns:
             self._set("attempt", {"run": run.key, "generation": generation}, **columns)
+
+    # -- a copy ---------------------------------------------------------------------------
+
+    def back_up(self, target: Path) -> dict[str, int]:
+        """Copy the ledger as it is now, while others go on writing, to a new private file.
+
+        Returns:
+            The newest ids that the copy has to hold, by table.
+        """
+        with self._letters():
+            self._sql("BEGIN")  # one moment of it all, however long the copy takes
+            try:
+                newest = newest_ids(self._connection)
+                reach("backup.begun")
+                _back_up(self._connection, target)
+            except (apsw.FullError, apsw.IOError, apsw.CantOpenError) as error:
+                what = f"The copy {target} cannot be written: {error}."
+                todo = f"Make room, or choose another place: df {_typed(target.parent)}"
+                raise StateDirectoryError(what, unchanged="No copy was made.", todo=todo) from error
+            finally:
+                self._roll_back()
+        return newest
 
     # -- integrity ----------------------------------------------------------------------
 
@@ -4929,6 +5127,11 @@ def ledger_lost(path: Path, how: str) -> PersonNeeded:
 # -- opening, making, migrating --------------------------------------------------------
 
 
+def sqlite_version() -> str:
+    """Return the version of the SQLite that is in use."""
+    return apsw.sqlite_lib_version()
+
+
 def require_sqlite(version: str) -> None:
     """Refuse an SQLite that can corrupt a ledger (the WAL-reset bug, or the withdrawn 3.52)."""
     numbers = tuple(map(int, version.split(".")))
@@ -4964,7 +5167,7 @@ def open_ledger(
             is to be read only; untouched.
         NotFound: there is none, and it was not to be made.
     """
-    require_sqlite(apsw.sqlite_lib_version())
+    require_sqlite(sqlite_version())
     reach("ledger.open")
     if is_missing(path):
         if witnesses or size_of(beside(path, "-wal")):
@@ -5161,6 +5364,27 @@ def _all_jobs_stopped(locks: Path) -> Iterator[None]:
         yield
 
 
+def newest_ids(connection: apsw.Connection) -> dict[str, int]:
+    """Return the highest id of each table whose rows are counted on."""
+    sql = "SELECT coalesce(max({0}), 0) FROM {1}"
+    tables = {"event": "id", "operation": "id", "run": "key"}
+    return {t: int(connection.execute(sql.format(k, t)).get) for t, k in tables.items()}
+
+
+def fault_of_copy(path: Path, uuid: str, newest: Mapping[str, int]) -> str:
+    """Make a copy one plain file, and return what is wrong with it; empty if nothing is."""
+    try:
+        with contextlib.closing(apsw.Connection(str(path))) as copy:
+            copy.pragma("journal_mode", "delete")
+            found = [str(row[0]) for row in copy.execute("PRAGMA integrity_check(3)")]
+            ids, owner = newest_ids(copy), copy.execute("SELECT uuid FROM ledger").get
+    except apsw.Error as error:
+        return str(error)
+    behind = [f"its newest {t} is {ids[t]}, not {n}" for t, n in newest.items() if ids[t] < n]
+    strange = [f"it is of ledger {owner}"] * (owner != uuid)
+    return "; ".join([*(["; ".join(found)] * (found != ["ok"])), *strange, *behind])
+
+
 def _back_up(connection: apsw.Connection, target: Path) -> None:
     """Copy a ledger in use, whole and consistent, to a file that only its owner can read."""
     target.unlink(missing_ok=True)
@@ -5169,7 +5393,8 @@ def _back_up(connection: apsw.Connection, target: Path) -> None:
         contextlib.closing(apsw.Connection(str(target))) as copy,
         copy.backup("main", connection, "main") as backup,
     ):
-        backup.step()
+        while not backup.done:  # in steps: signals are heard between them
+            backup.step(BACKUP_STEP)
 
 
 # ======================================================================================
@@ -5542,6 +5767,11 @@ class StateDirectory:
             todo = f"Make its parent writable for this user: ls -ld {self.path.parent}"
             raise self._unfit(f"it cannot be made: {error.strerror}", todo) from error
 
+    def require_owner(self) -> None:
+        """Refuse who cannot look at the ledger as its owner does: with the locks of the others."""
+        with contextlib.suppress(FileNotFoundError):
+            self._require_owner(self.path.stat())
+
     def _require_owner(self, found: os.stat_result) -> None:
         if found.st_uid != os.geteuid():
             owner = self._host.user_name(found.st_uid)
@@ -5581,6 +5811,10 @@ class StateDirectory:
         how = {"create": create, "witnesses": witnesses, "write": write}
         return open_ledger(self.ledger_path, self._host, **how)
 
+    def reading(self) -> contextlib.closing[Ledger]:
+        """Open the ledger that is there to read it, and close it."""
+        return contextlib.closing(self.open_ledger(create=False, write=False))
+
     def lock_path(self, job: str) -> Path:
         """Return where the lock of a job is."""
         return self.path / "locks" / f"{job}.lock"
@@ -5588,6 +5822,13 @@ class StateDirectory:
     def log_path(self, run: Run) -> Path:
         """Return where a run's job prints and logs to."""
         return self.path / "logs" / run.job / f"{run.id}.log"
+
+    def files_of(self, run: Run) -> list[Path]:
+        """Return what there is of a run in files: its checkpoint, its log, its images."""
+        places = [self.path / kind / run.job for kind in ("checkpoints", "logs", "images")]
+        return [
+            path for place in places for path in (*place.glob(f"{run.id}.*"), *place.glob(run.id))
+        ]
 
     def store(self, job: str) -> CheckpointStore:
         """Return the checkpoints of a job."""
@@ -6395,6 +6636,7 @@ class Examined(NamedTuple):
     answer: str
     means: str
     elapsed_s: float
+    todo: str = ""  # what to type if it is not well
 
 
 def examine(state: StateDirectory, config: Config, job: str | None, host: Host) -> list[Examined]:
@@ -6426,14 +6668,14 @@ def examine(state: StateDirectory, config: Config, job: str | None, host: Host) 
         means, took_s = _consequence(need, found, health), round(elapsed_s, 6)
         rows.append(Examined(need.name, asked(need), found, why, means, took_s))
     jobs = [each for name, each in config.jobs.items() if job in (None, name)]
-    return rows + [row for each in jobs for row in _slow_batches(state, each)]
+    return rows + [row for each in jobs for row in slow_batches(state, each)]
 
 
-def _slow_batches(state: StateDirectory, job: JobConfig) -> Iterator[Examined]:
+def slow_batches(state: StateDirectory, job: JobConfig) -> Iterator[Examined]:
     """Yield a warning if a stop of a job would often interrupt a batch."""
     with (
         contextlib.suppress(BatchrunError),
-        contextlib.closing(state.open_ledger(create=False, write=False)) as ledger,
+        state.reading() as ledger,
     ):
         run = ledger.latest(job.name)
         times = ledger.batch_times(run) if run else []
@@ -6476,7 +6718,7 @@ def _living_worker(state: StateDirectory, job: str, host: Host) -> int | None:
     """Return the pid of the worker of a job's run that goes on now."""
     with (
         contextlib.suppress(BatchrunError),
-        contextlib.closing(state.open_ledger(create=False, write=False)) as ledger,
+        state.reading() as ledger,
     ):
         run = ledger.unfinished(job)
         attempt = run and ledger.last_attempt(run)
@@ -10445,7 +10687,7 @@ def find_repair(state: StateDirectory) -> Repair:
     """Return what has to be repaired, changing nothing."""
     stores = state.stores()
     try:
-        with contextlib.closing(state.open_ledger(create=False, write=False)) as ledger:
+        with state.reading() as ledger:
             lost = ledger.damage()
             adopt = [] if lost else [pair for store in stores for pair in repairs(ledger, store)]
     except PersonNeeded as error:
@@ -10502,6 +10744,223 @@ def adopt_newest(state: StateDirectory, checkpoints: list[Checkpoint], host: Hos
                 ledger.adopt(checkpoint, host.user_name(os.getuid()))
             else:  # of a run before it, whose ending nobody knows any more
                 state.store(checkpoint.job).remove(checkpoint.run)
+
+
+# -- copies and old runs -------------------------------------------------------------------------
+
+
+def back_up(state: StateDirectory, ledger: Ledger, path: Path, *, force: bool) -> int:
+    """Write a verified copy of the ledger under a name, whole or not at all; return its size.
+
+    It holds the newest checkpoint of every run, so that it alone is enough to go on from.
+    """
+    if path.is_dir() or path.resolve().is_relative_to(state.path.resolve()):
+        what = f"{path} is a folder, or in the state directory."
+        todo = "Name a file elsewhere, best on another disk: batchrun backup FILE"
+        raise ConfigurationError(what, unchanged="Nothing was written.", todo=todo)
+    if path.exists() and not force:
+        todo = "Choose another name, or add --force."
+        raise ConfigurationError(
+            f"{path} is there already.", unchanged="It was not touched.", todo=todo
+        )
+    with open_folder(path.parent) as folder:
+        copy = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+        try:
+            newest = ledger.back_up(copy)
+            if fault := fault_of_copy(copy, ledger.uuid, newest):
+                what = f"The copy of {ledger.path} is not what it should be: {fault}."
+                unchanged = f"It was removed; {path} is as it was."
+                raise StateDirectoryError(what, unchanged=unchanged, todo="See: batchrun check")
+            size = size_of(copy)
+            reach("backup.publish")
+            publish_file(folder, copy.name, path.name)
+        finally:
+            for suffix in ("", "-journal", "-wal", "-shm"):
+                discard_file(folder, beside(copy, suffix).name)
+    return size
+
+
+PRUNE_AT_ONCE = 20  # runs, by whoever prunes beside something else
+
+
+class Pruned(NamedTuple):
+    """What was pruned, or would be."""
+
+    before: str
+    runs: list[Run]
+    rows: int = 0
+    files_bytes: int = 0
+
+    def __str__(self) -> str:
+        count = len(self.runs)
+        return f"{count} run{'s' * (count != 1)} that ended before {self.before}"
+
+
+def to_prune(ledger: Ledger, keep_s: float, host: Host, most: int = 0) -> Pruned:
+    """Return what is older than is kept; behind an open barrier all stays that it found."""
+    barrier = ledger.barrier()
+    before = min(host.later(-keep_s), barrier.at if barrier else "~")
+    keys = ledger.prunable(before) if keep_s else []
+    return Pruned(before, [ledger.run(key) for key in keys[: most or None]])
+
+
+def prune(
+    state: StateDirectory, ledger: Ledger, keep_s: float, host: Host, who: str, most: int = 0
+) -> Pruned:
+    """Let go of what is older than is kept, a run at a time; of at most so many runs, if said."""
+    pruned = to_prune(ledger, keep_s, host, most)
+    if not keep_s:
+        return pruned
+    rows = size = 0
+    for run in pruned.runs:
+        is_gone = False
+        while not is_gone:
+            files = state.files_of(run)
+            size += sum(map(size_of, files))
+            is_gone, more = ledger.prune(run, pruned.before, functools.partial(remove_files, files))
+            rows += more
+    rows += ledger.prune_the_rest(pruned.before)
+    if pruned.runs:
+        ledger.note(who, "pruned", str(pruned))
+    return pruned._replace(rows=rows, files_bytes=size)
+
+
+def prune_beside(
+    state: StateDirectory, ledger: Ledger, config: Config, host: Host, who: str
+) -> None:
+    """Prune a few runs beside something else, which it may not fail or hold up for long.
+
+    Raises:
+        OutcomeUnknown: the ledger's COMMIT failed; this process is not to go on writing.
+    """
+    try:
+        prune(state, ledger, config.keep_s, host, who, PRUNE_AT_ONCE)
+    except OutcomeUnknown:
+        raise
+    except (BatchrunError, OSError):
+        return  # the next one tries again
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    """Remove files and folders of ours, durably: what knows of them is removed next."""
+    import shutil  # only where there is something to remove
+
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    for folder in {path.parent for path in paths}:
+        with open_folder(folder) as descriptor:
+            os.fsync(descriptor)
+
+
+# -- whether all is there that a run needs ---------------------------------------------------------
+
+FEWEST_FILES = 256  # open ones of a supervisor, a worker and what it connects to
+CLOCK_SLACK_S = 60.0
+TRY_LOCK = """
+import fcntl, sys
+try:
+    fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    print("held")
+else:
+    print("free")
+"""
+Look = tuple[str, str, str, str]  # what was looked at, what was seen, what it means, what to type
+
+
+def doctor(state: StateDirectory, config: Config, job: str | None, host: Host) -> list[Examined]:
+    """Look once at all that a run needs: health, machine, files, jobs; leave nothing behind."""
+    rows, clock = examine(state, config, job, host), host.monotonic
+    looks = [look_at_machine(state, host), look_at_files(state, host)]
+    looks += [
+        look_at_job(config, each, host) for n, each in config.jobs.items() if job in (None, n)
+    ]
+    began = clock()
+    for name, answer, means, todo in chain.from_iterable(looks):
+        well = Wellness.BAD if todo else Wellness.OK
+        rows.append(Examined(name, name, well, answer, means, round(clock() - began, 6), todo))
+        began = clock()
+    return rows
+
+
+def look_at_machine(state: StateDirectory, host: Host) -> Iterator[Look]:
+    """Look at SQLite, the limits of this process, and wall time against the newest event."""
+    todo, version = "", sqlite_version()
+    try:
+        require_sqlite(version)
+    except ConfigurationError as error:
+        todo = error.todo
+    yield "SQLite", version, "some versions can damage a ledger", todo
+    files, size = host.limits()
+    said = f"{files:g} open files, {f'of {size_text(size)}' if size < 1e18 else 'of any size'}"
+    todo = "ulimit -a" * (files < FEWEST_FILES or size < 1e18)
+    yield "limits", said, "beyond them nothing is opened or written", todo
+    newest, now = list[Event](), host.now()
+    with contextlib.suppress(BatchrunError), state.reading() as ledger:
+        newest = ledger.events(after=ledger.newest_event() - 1)
+    behind_s = seconds_between(now, newest[-1].at) if newest else 0.0
+    said = f"{now}, {'' if host.is_synchronised() else 'not '}synchronised as the kernel knows"
+    said += f", {duration_text(behind_s)} before the newest event" * (behind_s > CLOCK_SLACK_S)
+    means = "ages, `keep` and `once_per` are reckoned by it; the order of events is not"
+    yield "clock", said, means, "timedatectl" * (behind_s > CLOCK_SLACK_S)
+
+
+def look_at_files(state: StateDirectory, host: Host) -> Iterator[Look]:
+    """Look whose the files are (a run under sudo leaves strange ones), and try a lock twice."""
+    if not state.path.exists() or (owner := state.path.stat().st_uid) != os.geteuid():
+        return
+    paths, strange = list(state.path.rglob("*")), list[str]()
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # a job that runs replaces its checkpoint
+            found = path.lstat()
+            if found.st_uid != owner or found.st_mode & 0o022:
+                strange += [str(path)] * (path != state.maintenance.path)  # anybody may make that
+    said = ", ".join(strange[:3]) + f" and {len(strange) - 3} more" * (len(strange) > 3)
+    place = _typed(state.path)
+    todo = f"chown -R {host.user_name(owner)} {place}; chmod -R go= {place}" * bool(strange)
+    means = "what another user owns or may write to stops a run, or cannot be trusted"
+    yield "files", said or f"{len(paths)}, all its owner's", means, todo
+    lock = JobLock(state.lock_path(f"doctor.{os.getpid()}"))
+    ask = (sys.executable, "-I", "-c", TRY_LOCK, str(lock.path))
+    try:
+        lock.acquire()
+        held = host.answer_of(*ask)
+        lock.release()
+        answers = f"{held.strip()} while it is held, {host.answer_of(*ask).strip()} when it is not"
+    except (OSError, BatchrunError) as error:
+        answers = str(error)
+    with contextlib.suppress(OSError):
+        lock.path.unlink()
+    todo = f"df -T {_typed(state.path)}" * (answers != "held while it is held, free when it is not")
+    yield "lock", answers, "without it two runs of a job could write", todo
+
+
+def look_at_job(config: Config, job: JobConfig, host: Host) -> Iterator[Look]:
+    """Look whether a job can be imported, and how long its installed unit lets a stop take."""
+    todo = ""
+    try:
+        os.chdir(config.folder)
+        found = load_job(job)
+        found.settings_from(job, {}, config.folder)
+        said = f"version {found.version} can be loaded, and its settings fit"
+    except BatchrunError as error:
+        said, todo = " ".join([error.what, *error.why.splitlines()[-1:]]), "batchrun jobs"
+    yield f"job {job.name}", said, "otherwise its runs end before their first batch", todo
+    wanted = "--property=LoadState,Type,TimeoutStopUSec"
+    told = host.answer_of("systemctl", "show", f"{config.unit(job.name)}.service", wanted)
+    if "LoadState=loaded\n" in told:
+        spans = re.findall(r"([0-9.]+)(h|min|s|ms|us)\b", told.partition("TimeoutStopUSec=")[2])
+        limit_s = sum(float(number) * SPANS_S[name] for number, name in spans) or float("inf")
+        said = f"TimeoutStopSec is {limit_s:g} s; a stop may take {job.longest_stop_s:g} s"
+        short = "Type=notify\n" not in told and limit_s < job.longest_stop_s
+        means = "systemd kills it then; of Type=notify it is asked for more time"
+        yield f"unit of {job.name}", said, means, f"batchrun unit {job.name} --install" * short
+
+
+SPANS_S = {"h": 3600, "min": 60, "s": 1, "ms": 1e-3, "us": 1e-6}
 
 
 # -- who goes on with an unfinished run ------------------------------------------------------------
@@ -11728,6 +12187,8 @@ class Supervisor:
             self._shown = self._ledger.newest_event()
             outcome = self._run_until_done()
             with contextlib.suppress(BatchrunError):  # what is recorded is durable already
+                if outcome.run and outcome.run.finished:
+                    prune_beside(self._state, self._ledger, self._config, self._host, self._who)
                 self._ledger.empty_log()
             return outcome._replace(signalled=self._stops.count > 0)
         except MaintenanceOn as refusal:
@@ -13774,11 +14235,119 @@ def progress_text(run: Run, rate: float) -> str:
     )
 
 
+# -- units of systemd, lines of cron ---------------------------------------------------------------
+
+# Word of --every -> OnCalendar=, and the same in cron's fields. A minute of the job's own keeps
+# jobs apart, and the hour from 3 is there once on every day on which clocks are changed.
+EVERY = {
+    "hourly": ("*-*-* *:{0:02}:00", "{0} * * * *"),
+    "daily": ("*-*-* 03:{0:02}:00", "{0} 3 * * *"),
+    "weekly": ("Mon *-*-* 03:{0:02}:00", "{0} 3 * * 1"),
+    "monthly": ("*-*-01 03:{0:02}:00", "{0} 3 1 * *"),
+}
+# What no job can miss: each =yes. MemoryDenyWriteExecute and ProcSubset are not here: ctypes makes
+# code at run time, and health reads /proc. A user's own systemd cannot make what is root's.
+SANDBOX = "NoNewPrivileges LockPersonality RestrictRealtime RestrictSUIDSGID"
+SANDBOX_OF_ROOT = """PrivateDevices ProtectClock ProtectControlGroups ProtectHostname
+  ProtectKernelLogs ProtectKernelModules ProtectKernelTunables RestrictNamespaces"""
+SANDBOX_MORE = """SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+ProtectSystem=strict
+ProtectHome=read-only"""
+NETWORK = "Wants=network-online.target\nAfter=network-online.target"
+CAPABILITIES_OF_ROOT = "CAP_CHOWN CAP_DAC_OVERRIDE CAP_DAC_READ_SEARCH CAP_FOWNER"
+
+
+class Timed(NamedTuple):
+    """What is to be started by a timer, and how."""
+
+    unit: str  # the name of its units, without the ending
+    words: list[str]  # the command
+    user: str  # "" in a user's own systemd
+    writes: list[Path]  # the folders that it writes to; first that of the configuration
+    stop_s: float  # how long a stop may take
+    slow: str  # what a reader should know of that; comment lines, or nothing
+    every: str  # a key of EVERY, OnCalendar= or cron's fields; "": the tick
+    on_failure: str  # a unit, or nothing
+
+    def when(self, way: int) -> str:
+        """Return when it is started, as systemd (0) or cron (1) reads it."""
+        return EVERY.get(self.every, (self.every,) * 2)[way].format(sum(self.unit.encode()) % 60)
+
+
+def unit_word(text: object) -> str:
+    """Return a word as a unit has it: quoted where that is needed, `%` doubled."""
+    said = str(text).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return said if re.fullmatch(r"[\w/.,:=@%+-]+", said) else f'"{said}"'
+
+
+def render_cron(timed: Timed) -> str:
+    """Return the line of a crontab; cron takes a plain `%` for the end of the line."""
+    fields = timed.when(1) if timed.every else "*/5 * * * *"
+    return f"{fields}  {_typed(*timed.words)}".replace("%", "\\%")
+
+
+def render_units(timed: Timed, marker: str) -> dict[str, str]:
+    """Return the units that start something by a timer: name of the file -> its text."""
+    title = f"[Unit]\nDescription=Batch job: {' '.join(timed.words[-2:])}"
+    starts = "OnBootSec=2min\nOnUnitInactiveSec=5min"
+    # exit codes are decisions and never restarted; the limit counts the timer's own starts too
+    limit, restart = "StartLimitIntervalSec={}\nStartLimitBurst=5", "on-abnormal\nRestartSec=30"
+    if timed.every:
+        starts = f"OnCalendar={timed.when(0)}\nPersistent=true\nRandomizedDelaySec=60"
+        limit = limit.format("1h" if timed.every in EVERY else "5min")
+    else:
+        limit, restart = "", "no"
+    first, *words = map(unit_word, timed.words)
+    started = f"""{marker}
+{title}
+{NETWORK * bool(timed.user)}
+{limit}
+{f"OnFailure={timed.on_failure}" * bool(timed.on_failure)}
+[Service]
+Type=notify
+NotifyAccess=main
+{f"User={timed.user}" * bool(timed.user)}
+ExecStart={first} {" ".join(words).replace("$", "$$")}
+# A file of NAME=VALUE for settings that are read from the environment; it need not be there.
+EnvironmentFile=-{f"{timed.writes[0]}/batchrun.env".replace("%", "%%")}
+Restart={restart}
+SuccessExitStatus=10 11 12 75
+KillMode=mixed
+{timed.slow}
+TimeoutStopSec={timed.stop_s:.0f}
+WatchdogSec=5min
+OOMPolicy=continue
+{sandbox_of(timed)}
+"""
+    timer = f"{marker}\n{title}\n[Timer]\n{starts}\n[Install]\nWantedBy=timers.target\n"
+    files = {f"{timed.unit}.service": started, f"{timed.unit}.timer": timer}
+    return {n: re.sub("\n+", "\n", text).replace("\n[", "\n\n[") for n, text in files.items()}
+
+
+def sandbox_of(timed: Timed) -> str:
+    """Return the lines that keep a service from all but what a job needs."""
+    lines = [f"{name}=yes" for name in SANDBOX.split()] + ["SystemCallArchitectures=native"]
+    if not timed.user:
+        return "\n".join([*lines, "UMask=0077"])
+    names = SANDBOX_OF_ROOT.split()
+    if not any(path.is_relative_to(tmp) for path in timed.writes for tmp in VOLATILE_FOLDERS):
+        names.append("PrivateTmp")
+    capabilities = CAPABILITIES_OF_ROOT * (timed.user == "root")
+    lines += [f"{name}=yes" for name in names] + [SANDBOX_MORE, "UMask=0077"]
+    lines += [f"CapabilityBoundingSet={capabilities}"]
+    return "\n".join([*lines, f"ReadWritePaths={' '.join(map(unit_word, timed.writes))}"])
+
+
+# -- tables and the like ---------------------------------------------------------------------------
+
+
 def render_examined(rows: Iterable[Examined]) -> str:
     """Return what `doctor` asked, what came back, and what it means."""
     return "\n".join(
         f"{row.state:8} {row.asked} {row.answer} ({row.elapsed_s * 1000:.0f} ms)\n"
-        f"         {row.means}"
+        f"         {row.means}" + f"\n         to mend it: {row.todo}" * bool(row.todo)
         for row in rows
     )
 
@@ -13932,7 +14501,7 @@ class Console:
         """Write an error; with --json the last line of stderr is an object."""
         self._draw("")
         text = mask_secrets(self.typed(text))
-        self._host.systemd.show(text, at_once=True)
+        self._host.show_end(text)
         if self.as_json:
             text = json.dumps({"type": "error", "exit_code": int(code), "text": text})
         write_line(2, text)
@@ -14019,12 +14588,15 @@ class App:
             return outcome
         run = summarise(outcome.run, [], [], [])
         self.console.tells = False
-        if not outcome.letter and not self.console.as_json:
+        if not outcome.letter:
             took = duration_text(self.host.monotonic() - began)
-            text = f"{run['job']}: run {run['id']} {state_text(run)} after {took}"
+            text = (
+                f"{run['job']}: run {run['id']} {state_text(run)} after {took}: {counts_text(run)}"
+            )
             todo = f"\nto go on: batchrun resume {run['id']}" * (not outcome.run.finished)
-            self.console.say(f"{text}: {counts_text(run)}{todo}")
-            self.host.systemd.show(mask_secrets(text), at_once=True)
+            self.host.show_end(mask_secrets(text))
+            if not self.console.as_json:
+                self.console.say(text + todo)
         if self.console.as_json:
             document = {"type": "result", "exit_code": int(outcome.exit_code), "run": run["id"]}
             names = ("job", "state", "reason", "read", "rejected", "counts")
@@ -14140,6 +14712,7 @@ def tick(app: App) -> ExitCode:
             unfinished = ledger.all_unfinished()
             known = [run for run in unfinished if run.job in app.config.jobs]
             due = [run for run in known if standing(ledger, run, app.host).is_due]
+            prune_beside(app.state, ledger, app.config, app.host, "tick")
     except NotFound:
         return ExitCode.DONE
     codes = [ExitCode.DONE]
@@ -14885,14 +15458,141 @@ def jobs_command(app: App) -> ExitCode:
 
 @command("Set up", word("job", required=False), exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND])
 def doctor_command(app: App, *, job: str | None) -> ExitCode:
-    """Ask once for all that health checks ask for, and explain each answer."""
+    """Look once at all that a run needs: health, machine, files, jobs; explain each answer."""
     app.require_trusted()
     if job is not None:
         app.config.job(job)
-    rows = examine(app.state, app.config, job, app.host)
+    rows = doctor(app.state, app.config, job, app.host)
     app.console.result(render_examined(rows), {"examined": [row._asdict() for row in rows]})
     wrong = any(row.state != Wellness.OK for row in rows)
     return ExitCode.FINDINGS if wrong else ExitCode.DONE
+
+
+@command(
+    "Set up",
+    word("file"),
+    word("--force", is_flag=True, help="Also in the place of a file that is there."),
+    exits=[ExitCode.PERSON_NEEDED],
+)
+def backup_command(app: App, *, file: str, force: bool) -> ExitCode:
+    """Copy the ledger while jobs run, and verify the copy."""
+    app.state.require_owner()
+    path = Path(file).absolute()
+    with app.ledger(write=False) as ledger:
+        size = back_up(app.state, ledger, path, force=force)
+    text = f"{path}: {size_text(size)}, verified; the README says how it is put back"
+    app.console.result(text, {"file": path, "size_bytes": size})
+    return ExitCode.DONE
+
+
+@command(
+    "Set up",
+    word("--keep", metavar="90d", help="Instead of what the configuration says."),
+    word("--dry-run", is_flag=True, help="Only show what would go."),
+)
+def prune_command(app: App, *, keep: str | None, dry_run: bool) -> ExitCode:
+    """Let finished runs go that are older than `keep`, and that nothing needs."""
+    try:
+        keep_s = app.config.keep_s if keep is None else parse_duration(keep)
+    except ValueError as error:
+        raise ConfigurationError(f"--keep {keep!r}: {error}.") from error
+    with app.ledger(write=not dry_run) as ledger:
+        if dry_run:
+            pruned = to_prune(ledger, keep_s, app.host)
+        else:
+            pruned = prune(app.state, ledger, keep_s, app.host, app.who)
+    runs, names = pruned.runs, ("id", "job", "state", "ended_at")
+    text = f"{pruned} {'would go' if dry_run else 'went'}"
+    gone = f", with {pruned.rows:,} rows and {size_text(pruned.files_bytes)} of files"
+    rows = [[str(getattr(run, name)) for name in names] for run in runs]
+    table = [render_table([["run", "job", "state", "ended"], *rows])] if rows and dry_run else []
+    documents = [{name: getattr(run, name) for name in names} for run in runs]
+    counts = {"before": pruned.before, "rows": pruned.rows, "files_bytes": pruned.files_bytes}
+    document = {"runs": documents, "dry_run": dry_run, **counts}
+    app.console.result("\n".join([*table, text + gone * (not dry_run)]), document)
+    return ExitCode.DONE
+
+
+@command(
+    "Set up",
+    word("job", required=False),
+    word(
+        "--every", metavar="WHEN", help="hourly, daily (default), weekly, monthly, or OnCalendar."
+    ),
+    word("--tick", is_flag=True, help="What goes on with all that is due, every five minutes."),
+    word("--cron", is_flag=True, help="The line of a crontab instead; WHEN may be cron's fields."),
+    word("--on-failure", metavar="UNIT", help="What systemd starts when it fails."),
+    word("--install", is_flag=True, help="Write them where systemd looks."),
+    word("--force", is_flag=True, help="Also over units that somebody else wrote."),
+    exits=[ExitCode.NOT_FOUND],
+)
+def unit_command(
+    app: App, *, job: str | None, install: bool, force: bool, **asked: Any
+) -> ExitCode:
+    """Print systemd units, or a crontab's line, that start a job or the tick."""
+    own = install and os.geteuid() != 0
+    timed = timed_by(app, job, asked | {"install": install, "force": force}, own=own)
+    if asked["cron"]:
+        line = render_cron(timed)
+        app.console.result(line, {"line": line})
+        return ExitCode.DONE
+    marker = f"# Written by `unit {job or '--tick'}` of {app.config.path}"
+    files = render_units(timed, marker).items()
+    paths = {app.host.unit_folder / name: text for name, text in files}
+    if install:
+        install_units(paths, force=force)
+    systemctl = "systemctl --user" if own else "systemctl"
+    todo = [f"{systemctl} daemon-reload", f"{systemctl} enable --now {timed.unit}.timer"]
+    shown = [f"# {'wrote ' * install}{path}\n{text}" for path, text in paths.items()]
+    text = "\n".join([*shown, "# to start it, type:", *(f"#   {line}" for line in todo)])
+    documents = [{"path": path, "text": text} for path, text in paths.items()]
+    app.console.result(text, {"files": documents, "written": install, "todo": todo})
+    return ExitCode.DONE
+
+
+def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) -> Timed:
+    """Return what `unit` is to start by a timer, a job or the tick; refuse what is not clear."""
+    config, every, on_failure = app.config, asked["every"], asked["on_failure"] or ""
+    words = [*own_command(), "--config", str(config.path)]
+    wrong = {
+        "Name a job or --tick, not both.": bool(job) == asked["tick"],
+        "--tick comes every five minutes; it takes no --every.": asked["tick"] and every,
+        "--every and --on-failure take one line of text.": not f"{every}{on_failure}".isprintable(),
+        "--cron only prints a line.": asked["cron"] and (asked["install"] or on_failure),
+        "--force is for --install.": asked["force"] and not asked["install"],
+        f"The path {words[0]} or {config.path} cannot stand in a unit or crontab.": (
+            not "".join(words).isprintable() or {*"\"'\\"} & {*words[0]}
+        ),
+    }
+    for what in (what for what, is_wrong in wrong.items() if is_wrong):
+        todo = "See: batchrun unit --help"
+        raise ConfigurationError(what, unchanged="Nothing was written.", todo=todo)
+    jobs = [config.job(job)] if job else list(config.jobs.values())
+    path = config.state if config.state.exists() else config.path
+    slow = [row.answer for each in jobs for row in slow_batches(app.state, each)]
+    return Timed(
+        config.unit(job or ""),
+        [*words, *(["run", job] if job else ["resume", "--all"])],
+        "" if own else app.host.user_name(path.stat().st_uid),
+        places_written(config, jobs),
+        max([each.longest_stop_s for each in jobs], default=90.0),
+        "\n".join(f"# A stop interrupts batches: {why}" for why in slow),
+        every or ("daily" if job else ""),
+        on_failure,
+    )
+
+
+def install_units(paths: Mapping[Path, str], *, force: bool) -> None:
+    """Write units where systemd looks, but not over what somebody else wrote there."""
+    for path, text in paths.items():
+        if path.exists() and not force and path.read_text().split("\n")[0] != text.split("\n")[0]:
+            what = f"{path} is there, and was not written by this command."
+            todo = "Move it away, or add --force."
+            raise ConfigurationError(what, unchanged="Nothing was written.", todo=todo)
+    for path, text in paths.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text.encode())
+        path.chmod(0o644)
 
 
 # -- click ---------------------------------------------------------------------------------------
@@ -14938,8 +15638,11 @@ def hidden_globals(click: Any) -> list[Any]:
 
 def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     """Return one click command whose return value is its exit code."""
+    names_of = functools.partial(complete, app)
     made = [
-        (click.Option if names[0].startswith("-") else click.Argument)(list(names), **more)
+        click.Option(list(names), **more)
+        if names[0].startswith("-")
+        else click.Argument(list(names), shell_complete=names_of, **more)
         for names, more in parts.parameters
     ]
 
@@ -14957,6 +15660,22 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     )
 
 
+def complete(app: App, context: Any, parameter: Any, begun: str) -> list[Any]:
+    """Return what a shell may complete a word to: names of jobs, ids of runs, or files."""
+    from click.shell_completion import CompletionItem
+
+    if parameter.name not in ("job", "run", "name"):
+        return [CompletionItem(begun, "file")] * (parameter.name in ("file", "folder"))
+    names = list[str]()
+    with contextlib.suppress(BatchrunError, OSError):
+        app.take(context.find_root().params.get("config"))
+        names += app.config.jobs
+        if parameter.name != "job":
+            with app.ledger(write=False) as ledger:
+                names += [run.id for run in ledger.newest_runs()]
+    return [name for name in names if name.startswith(begun)]
+
+
 def exit_text(codes: list[ExitCode]) -> str:
     """Return the part of a help page that explains exit codes."""
     lines = [f"{int(code):>3}  {EXIT_SENTENCES[code]}" for code in codes]
@@ -14970,10 +15689,11 @@ def run_command_line(arguments: list[str]) -> int:
     app = App()
     app.take(os.environ.get("BATCHRUN_CONFIG"), as_json="--json" in arguments)
     try:
-        root = build_command_line(app, arguments)
+        completes = "_BATCHRUN_COMPLETE" in os.environ  # then click finds the words by itself
+        root = build_command_line(app, ["--help"] if completes else arguments)
         return int(root.main(arguments, "batchrun", standalone_mode=False) or 0)
-    except click.exceptions.Exit as leaving:
-        return leaving.exit_code
+    except (click.exceptions.Exit, SystemExit) as leaving:  # the latter of a shell's completion
+        return int(leaving.code or 0) if isinstance(leaving, SystemExit) else leaving.exit_code
     except click.ClickException as error:
         where = getattr(error, "ctx", None)
         see = f"\nSee: {where.command_path} --help" if where and "\n" not in str(error) else ""

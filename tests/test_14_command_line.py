@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import apsw
 import pytest
 from conftest import LAUNCH, Ended, Project, clean_environment, wait_for
 
@@ -785,7 +786,7 @@ def test_doctor_asks_for_everything_once_and_explains_each_answer(project: Proje
     below = "         below 64 MB (min_available) memory is bad, below a quarter of it critical"
     assert lines[1] == below
     assert lines[2].startswith("ok       memory pressure ")
-    assert lines[4:] == [
+    assert lines[4:12] == [
         "ok       state F/state is not there yet; a first run makes it (N ms)",
         "         without it no run starts, and one that runs is paused at once",
         "bad      feed sh -c 'echo not mounted; exit 1' ended with exit 1: not mounted (N ms)",
@@ -803,7 +804,9 @@ def test_doctor_asks_only_for_what_the_named_job_needs(project: Project) -> None
     found = project.run("doctor", "a", "--json")
     assert found.code == 3
     rows = found.document["examined"]
-    assert [row["name"] for row in rows] == ["memory", "pressure", "state", "feed", "stock"]
+    names = [row["name"] for row in rows]
+    assert names[:5] == ["memory", "pressure", "state", "feed", "stock"]
+    assert names[5:] == ["SQLite", "limits", "clock", "job a"]
     assert {key: rows[3][key] for key in ("state", "answer")} == {
         "state": "bad",
         "answer": "ended with exit 1: not mounted",
@@ -813,5 +816,69 @@ def test_doctor_asks_only_for_what_the_named_job_needs(project: Project) -> None
 
 
 def test_doctor_ends_with_0_if_all_is_well(project: Project) -> None:
-    project.write("[jobs.a]")
-    assert project.run("doctor").code == 0
+    assert project.run("init", ".").code == 0
+    assert project.run("run", "inventory_sync").code == 0
+    found = project.run("doctor")
+    assert (found.code, found.err) == (0, "")
+    assert "lock held while it is held, free when it is not" in found.out
+    assert list(project.state.glob("locks/doctor*")) == []
+    (project.state / "maintenance.lock").touch(mode=0o666)  # whoever made it: it is no fault
+    (project.state / "maintenance.lock").chmod(0o666)
+    assert re.search(r"ok +files \d+, all its owner's", project.run("doctor").out)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "answer", "todo"),
+    [
+        ("files", "chmod 666 state/ledger.db", "S/ledger.db", "chown -R OWNER S; chmod -R go= S"),
+        ("lock", "touch state/locks", "Not a directory", "df -T S"),
+        ("limits", "ulimit -n 64", "64 open files, of any size", "ulimit -a"),
+        ("limits", "ulimit -f 4096", "open files, of 2.1 MB", "ulimit -a"),
+        ("job broken", "", "No module named 'nowhere'", "batchrun jobs"),
+    ],
+)
+def test_doctor_names_what_is_wrong_and_what_to_type(
+    project: Project, name: str, spoil: str, answer: str, todo: str
+) -> None:
+    project.write("[jobs.broken]", broken="import nowhere")
+    project.state.mkdir(mode=0o700)
+    (project.state / "ledger.db").touch(mode=0o600)
+    spoiled = ("/bin/sh", "-c", f'{spoil or ":"}; exec "$@"', "-", *LAUNCH)
+    found = project.run("doctor", "--json", launch=spoiled)
+    assert found.code == 3
+    (row,) = [row for row in found.document["examined"] if row["name"] == name]
+    owner = project.state.owner()
+    wanted = todo.replace("S", str(project.state)).replace("OWNER", owner)
+    assert (row["state"], row["todo"]) == ("bad", wanted)
+    assert answer.replace("S/", f"{project.state}/") in row["answer"]
+
+
+def test_doctor_notices_a_clock_that_went_back(project: Project) -> None:
+    assert project.run("init", ".").code == 0
+    assert project.run("run", "inventory_sync").code == 0
+    ledger = apsw.Connection(str(project.state / "ledger.db"))
+    ledger.execute("UPDATE event SET at = '2999-01-01T00:00:00.000Z'")
+    ledger.close()
+    found = project.run("doctor")
+    assert found.code == 3
+    assert re.search(r"bad      clock .* before the newest event \(", found.out)
+    assert "         to mend it: timedatectl\n" in found.out
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "code"),
+    [("simple", "1min 30s", 3), ("simple", "2min", 0), ("notify", "1s", 0)],
+)
+def test_doctor_compares_an_installed_unit_with_how_long_a_stop_may_take(
+    project: Project, kind: str, limit: str, code: int
+) -> None:
+    assert project.run("init", ".").code == 0
+    answer = f"Type={kind}\\nTimeoutStopUSec={limit}\\nLoadState=loaded\\n"
+    systemctl = project.write_file("systemctl", f'#!/bin/sh\n[ $1 = show ] && printf "{answer}"\n')
+    systemctl.chmod(0o700)  # there is no systemd to ask on most machines that run the tests
+    path = {**clean_environment(), "PATH": f"{project.folder}:{os.environ['PATH']}"}
+    found = project.run("doctor", env=path)
+    assert found.code == code, found.out
+    assert "unit of inventory_sync TimeoutStopSec is " in found.out
+    todo = "to mend it: batchrun unit inventory_sync --install"
+    assert (todo in found.out) == (code == 3)

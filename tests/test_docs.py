@@ -139,25 +139,6 @@ def test_the_settings_in_the_readme_are_those_of_the_sample_jobs(
         assert made.database in (os.environ["STOCK_DSN"], "sqlite:stock.db")
 
 
-def test_the_systemd_units_in_the_readme_are_right(tmp_path: Path) -> None:
-    if not shutil.which("systemd-analyze"):
-        pytest.skip("NO SYSTEMD: systemd-analyze is not here to verify the README's units")
-    names = ("sync.service", "sync.timer", "tick.service", "tick.timer")
-    for name, text in zip(names, blocks("ini"), strict=True):
-        unit = text.replace("User=shop", "User=root").replace(
-            "/opt/batchrun/bin/batchrun", "/bin/true"
-        )
-        (tmp_path / name).write_text(unit, encoding="utf-8")
-    verified = subprocess.run(
-        ["systemd-analyze", "verify", *(str(tmp_path / name) for name in names)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (verified.returncode, verified.stderr) == (0, "")
-
-
 def test_the_cron_lines_in_the_readme_are_silent_when_all_is_well(project: Project) -> None:
     lines = re.findall(r"^\S+ \S+ \* \* \*  +(\S+) (.*)$", README, re.MULTILINE)
     assert len(lines) == 2

@@ -19,22 +19,22 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
     "Vocabulary": 555,
-    "Host": 700,
-    "Configuration": 1_015,
+    "Host": 760,
+    "Configuration": 1_040,
     "Checkpoints": 485,
-    "Ledger": 2_285,
-    "Locks and maintenance": 430,
-    "Health": 890,
+    "Ledger": 2_425,
+    "Locks and maintenance": 450,
+    "Health": 895,
     "Jobs": 2_830,
     "Operations": 645,
-    "Recovery": 730,
+    "Recovery": 950,
     "Worker": 815,
-    "Supervisor": 1_745,
-    "Reports": 545,
-    "Command line": 1_230,
+    "Supervisor": 1_750,
+    "Reports": 655,
+    "Command line": 1_380,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 15_019  # must stay under
+LINES_IN_ALL = 15_739  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--known", type=int, default=1_000_000)
     asked = parser.parse_args()
     keys = asked.keys
-    with tempfile.TemporaryDirectory(dir=ROOT) as made:
+    with tempfile.TemporaryDirectory(dir=ROOT / ".tmp", prefix="bench-") as made:
         folder = Path(made)
         (folder / "jobs").mkdir(mode=0o700)
         for name, text in (("batchrun.toml", CONFIG.format(keys=keys)), ("jobs/push.py", JOB)):
