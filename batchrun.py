@@ -2790,6 +2790,9 @@ class CheckpointStore:
 # to account for is known from event ids alone: those unfinished before the event that opened the
 # barrier, and those stored behind it. What became of each is known from its row and processes.
 #
+# The *views* are for people with any other SQLite tool, and for the reports here: a run by its id,
+# moments in UTC, units at the end of names. What a view has is never taken away.
+#
 # A run that is *paused by health* with `checks_at` is kept: its supervisor lives, holds the job's
 # lock, and looks again at that time. Every edge takes `checks_at` away but the one into that pause.
 #
@@ -2924,9 +2927,63 @@ CREATE TABLE operation (
   who TEXT, why TEXT, UNIQUE (job, key)
 ) STRICT;
 CREATE INDEX open_operation ON operation (run, id) WHERE outcome IS NULL;
+CREATE INDEX operation_of_run ON operation (run, outcome);
 -- of tables that version 2 brought, and that a ledger of version 1 gets above
 ALTER TABLE cleanup ADD COLUMN of_run INTEGER NOT NULL DEFAULT 0;
 """
+# For people with any other SQLite tool, and for the reports: see the head of this section.
+VIEWS = """
+CREATE VIEW run_summary AS
+SELECT run, job, state, reason, began_at, ended_at, until_at,
+  round((julianday(until_at) - julianday(began_at)) * 86400, 3) AS duration_s,
+  round(at_work_d * 86400, 3) AS at_work_s, paused_s, attempts, commits, batches, records, rejected,
+  iif(at_work_d > 0, round(records / (at_work_d * 86400), 3), NULL) AS records_per_s,
+  error, retry_of, rollback_of
+FROM (SELECT *, (SELECT count(*) FROM attempt WHERE run = key) AS attempts,
+    (SELECT sum(max(0, julianday(coalesce(ended_at, iif(generation = owner, until_at, began_at)))
+      - julianday(began_at))) FROM attempt WHERE run = key) AS at_work_d
+  FROM (SELECT key, generation AS owner, id AS run, job, state, reason, created_at AS began_at,
+    ended_at, coalesce(ended_at, max(changed_at,
+      coalesce((SELECT at FROM batch WHERE run = key AND number = r.number), ''))) AS until_at,
+    paused_s, number AS commits, batches, read AS records, rejected, error, retry_of, rollback_of
+    FROM run r));
+CREATE VIEW attempt_summary AS
+SELECT r.id AS run, r.job, a.generation, a.began_at, a.ended_at,
+  round((julianday(a.ended_at) - julianday(a.began_at)) * 86400, 3) AS duration_s,
+  a.ending, a.reason, a.exit_code, a.signal, a.charged, count(b.number) AS commits,
+  coalesce(sum(b.read), 0) AS records, coalesce(sum(b.rejected), 0) AS rejected,
+  a.peak_rss_bytes, a.error
+FROM run r JOIN attempt a ON a.run = r.key LEFT JOIN batch b ON b.run = a.run
+  AND b.number BETWEEN a.from_number + 1 AND coalesce(a.to_number, r.number)
+  AND b.generation = a.generation
+GROUP BY r.id, a.generation;
+CREATE VIEW release_order AS
+SELECT r.id AS run, r.job, a.generation, j.key + 1 AS place,
+  json_extract(j.value, '$.name') AS name,
+  json_extract(j.value, '$.elapsed_s') AS elapsed_s,
+  nullif(json_extract(j.value, '$.error'), '') AS error
+FROM run r JOIN attempt a ON a.run = r.key, json_each(a.releases) j;
+CREATE VIEW batch_rate AS
+SELECT r.id AS run, r.job, substr(b.at, 1, 16) || ':00Z' AS minute_at, count(*) AS batches,
+  sum(b.read) AS records, sum(b.rejected) AS rejected, sum(b.read) / 60.0 AS records_per_s,
+  min(b.elapsed_s) AS shortest_s, avg(b.elapsed_s) AS mean_s, max(b.elapsed_s) AS longest_s
+FROM run r JOIN batch b ON b.run = r.key WHERE b.kind = 'batch' GROUP BY r.id, minute_at;
+CREATE VIEW reading_timeline AS
+SELECT r.id AS run, r.job, g.at, g.generation, g.number, g.available_bytes, g.limit_bytes,
+  g.limit_source, g.rss_bytes, g.connections, g.open_files, g.threads, g.children,
+  g.pressure AS pressure_percent FROM run r JOIN reading g ON g.run = r.key;
+CREATE VIEW health_timeline AS
+SELECT r.id AS run, r.job, h.at, h.generation,
+  substr(h.memory, 1, instr(h.memory, ':') - 1) AS memory,
+  substr(h.connections, 1, instr(h.connections, ':') - 1) AS connections,
+  substr(h.dependencies, 1, instr(h.dependencies, ':') - 1) AS dependencies,
+  h.verdict, h.why, h.elapsed_s FROM run r JOIN health_check h ON h.run = r.key;
+CREATE VIEW operation_summary AS
+SELECT r.id AS run, o.job, coalesce(o.outcome, 'open') AS outcome, count(*) AS operations,
+  min(o.claimed_at) AS first_claimed_at, max(o.ended_at) AS last_ended_at
+FROM run r JOIN operation o ON o.run = r.key GROUP BY r.id, o.job, coalesce(o.outcome, 'open');
+"""
+SINCE_VERSION_3 += VIEWS
 SCHEMA += SINCE_VERSION_2 + SINCE_VERSION_3
 
 # One entry a step: MIGRATIONS[n] turns a ledger of user_version n into n + 1.

@@ -22,7 +22,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Host": 700,
     "Configuration": 1_010,
     "Checkpoints": 355,
-    "Ledger": 2_160,
+    "Ledger": 2_220,
     "Locks and maintenance": 430,
     "Health": 890,
     "Jobs": 2_720,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 1_165,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 14_393  # must stay under
+LINES_IN_ALL = 14_450  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
