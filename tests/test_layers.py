@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
     "Vocabulary": 550,
-    "Host": 700,
+    "Host": 730,
     "Configuration": 1_010,
     "Checkpoints": 355,
-    "Ledger": 2_220,
+    "Ledger": 2_270,
     "Locks and maintenance": 430,
     "Health": 890,
     "Jobs": 2_720,
@@ -30,11 +30,11 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Recovery": 655,
     "Worker": 775,
     "Supervisor": 1_745,
-    "Reports": 480,
-    "Command line": 1_165,
+    "Reports": 1_015,
+    "Command line": 1_205,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 14_450  # must stay under
+LINES_IN_ALL = 15_108  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
