@@ -40,7 +40,7 @@ The sections, bottom first; each uses only what stands above it:
     10. Recovery                  what a start finds, and what makes it agree
     11. Worker                    one attempt: gate, batch, commit, cleanup
     12. Supervisor                admission, attempts, retries, endings
-    13. Reports                   rows to text and JSON
+    13. Reports                   rows to text, JSON, Markdown and HTML
     14. Command line              words to calls
 
 Twenty minutes of reading: the comment at the head of section 11 (the commit), the one of section 4
@@ -1380,10 +1380,13 @@ WRITE_ANEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXE
 MAKE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def prepare_file(directory: int, name: str, content: bytes) -> str:
-    """Write a file whole and durable under a temporary name, and return it; or leave nothing."""
+def prepare_file(directory: int, name: str, content: bytes, mode: int = 0o600) -> str:
+    """Write a file whole and durable under a temporary name, and return it; or leave nothing.
+
+    It is its owner's alone, unless a `mode` says otherwise, of which the umask takes its part.
+    """
     temporary = f".{name}.{os.getpid()}.{time.monotonic_ns():x}{TEMPORARY_SUFFIX}"
-    descriptor = os.open(temporary, MAKE_NEW, 0o600, dir_fd=directory)
+    descriptor = os.open(temporary, MAKE_NEW, mode, dir_fd=directory)
     try:
         try:
             write_all(descriptor, content)
@@ -1410,9 +1413,9 @@ def discard_file(directory: int, temporary: str) -> None:
 
 
 @contextlib.contextmanager
-def prepared_file(directory: int, name: str, content: bytes) -> Iterator[str]:
+def prepared_file(directory: int, name: str, content: bytes, mode: int = 0o600) -> Iterator[str]:
     """Prepare a file and yield its temporary name; remove it at the end if it still has that."""
-    temporary = prepare_file(directory, name, content)
+    temporary = prepare_file(directory, name, content, mode)
     try:
         yield temporary
     finally:
@@ -1429,10 +1432,37 @@ def open_folder(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Replace a file by a whole and durable new one, or leave it as it was."""
-    with open_folder(path.parent) as folder, prepared_file(folder, path.name, content) as temporary:
+    with (
+        open_folder(path.parent) as folder,
+        prepared_file(folder, path.name, content, mode) as temporary,
+    ):
         publish_file(folder, temporary, path.name)
+
+
+def place_of_report(name: str) -> Path:
+    """Return where a report is to be written; refuse a place that holds anything but a report.
+
+    Raises:
+        ConfigurationError: it is a folder, a device, another file, or its folder is not there.
+    """
+    path = Path(name).resolve()
+    is_free = path.parent.is_dir() and not path.exists()
+    if name == "-" or not (is_free or (path.is_file() and begins_as_report(path))):
+        raise ConfigurationError(
+            f"A report cannot be written to {name}.",
+            why="It takes the place of an older report or of no file, in a folder that is there.",
+            unchanged="Nothing was written.",
+            todo="Name another file: --html report.html",
+        )
+    return path
+
+
+def begins_as_report(path: Path) -> bool:
+    """Tell whether a file is empty or begins as a report does."""
+    with path.open("rb") as file:
+        return file.read(9) in (b"", b"<!doctype")
 
 
 def make_private_file(path: Path) -> None:
@@ -3025,6 +3055,9 @@ class ImageStore:
 # to account for is known from event ids alone: those unfinished before the event that opened the
 # barrier, and those stored behind it. What became of each is known from its row and processes.
 #
+# The *views* are for people with any other SQLite tool, and for the reports here: a run by its id,
+# moments in UTC, units at the end of names. What a view has is never taken away.
+#
 # A run that is *paused by health* with `checks_at` is kept: its supervisor lives, holds the job's
 # lock, and looks again at that time. Every edge takes `checks_at` away but the one into that pause.
 #
@@ -3172,9 +3205,63 @@ CREATE INDEX rollback_of_run ON run (rollback_of) WHERE rollback_of IS NOT NULL;
 CREATE INDEX open_operation ON operation (run, id) WHERE outcome IS NULL;
 CREATE INDEX rollback_of_run ON run (rollback_of) WHERE rollback_of IS NOT NULL;
 CREATE INDEX batch_that_remembers ON batch (run, number) WHERE images IS NOT NULL;
+CREATE INDEX operation_of_run ON operation (run, outcome);
 -- of tables that version 2 brought, and that a ledger of version 1 gets above
 ALTER TABLE cleanup ADD COLUMN of_run INTEGER NOT NULL DEFAULT 0;
 """
+# For people with any other SQLite tool, and for the reports: see the head of this section.
+VIEWS = """
+CREATE VIEW run_summary AS
+SELECT run, job, state, reason, began_at, ended_at, until_at,
+  round(max(0, julianday(until_at) - julianday(began_at)) * 86400, 3) AS duration_s,
+  round(at_work_d * 86400, 3) AS at_work_s, paused_s, attempts, commits, batches, records, rejected,
+  iif(at_work_d > 0, round(records / (at_work_d * 86400), 3), NULL) AS records_per_s,
+  error, retry_of, rollback_of
+FROM (SELECT *, (SELECT count(*) FROM attempt WHERE run = key) AS attempts,
+    (SELECT sum(max(0, julianday(coalesce(ended_at, iif(generation = owner, until_at, began_at)))
+      - julianday(began_at))) FROM attempt WHERE run = key) AS at_work_d
+  FROM (SELECT key, generation AS owner, id AS run, job, state, reason, created_at AS began_at,
+    ended_at, coalesce(ended_at, max(changed_at,
+      coalesce((SELECT at FROM batch WHERE run = key AND number = r.number), ''))) AS until_at,
+    paused_s, number AS commits, batches, read AS records, rejected, error, retry_of, rollback_of
+    FROM run r));
+CREATE VIEW attempt_summary AS
+SELECT r.id AS run, r.job, a.generation, a.began_at, a.ended_at,
+  round((julianday(a.ended_at) - julianday(a.began_at)) * 86400, 3) AS duration_s,
+  a.ending, a.reason, a.exit_code, a.signal, a.charged, count(b.number) AS commits,
+  coalesce(sum(b.read), 0) AS records, coalesce(sum(b.rejected), 0) AS rejected,
+  a.peak_rss_bytes, a.error
+FROM run r JOIN attempt a ON a.run = r.key LEFT JOIN batch b ON b.run = a.run
+  AND b.number BETWEEN a.from_number + 1 AND coalesce(a.to_number, r.number)
+  AND b.generation = a.generation
+GROUP BY r.id, a.generation;
+CREATE VIEW release_order AS
+SELECT r.id AS run, r.job, a.generation, j.key + 1 AS place,
+  json_extract(j.value, '$.name') AS name,
+  json_extract(j.value, '$.elapsed_s') AS elapsed_s,
+  nullif(json_extract(j.value, '$.error'), '') AS error
+FROM run r JOIN attempt a ON a.run = r.key, json_each(a.releases) j;
+CREATE VIEW batch_rate AS
+SELECT r.id AS run, r.job, substr(b.at, 1, 16) || ':00Z' AS minute_at, count(*) AS batches,
+  sum(b.read) AS records, sum(b.rejected) AS rejected, sum(b.read) / 60.0 AS records_per_s,
+  min(b.elapsed_s) AS shortest_s, avg(b.elapsed_s) AS mean_s, max(b.elapsed_s) AS longest_s
+FROM run r JOIN batch b ON b.run = r.key WHERE b.kind = 'batch' GROUP BY r.id, minute_at;
+CREATE VIEW reading_timeline AS
+SELECT r.id AS run, r.job, g.at, g.generation, g.number, g.available_bytes, g.limit_bytes,
+  g.limit_source, g.rss_bytes, g.connections, g.open_files, g.threads, g.children,
+  g.pressure AS pressure_percent FROM run r JOIN reading g ON g.run = r.key;
+CREATE VIEW health_timeline AS
+SELECT r.id AS run, r.job, h.at, h.generation,
+  substr(h.memory, 1, instr(h.memory, ':') - 1) AS memory,
+  substr(h.connections, 1, instr(h.connections, ':') - 1) AS connections,
+  substr(h.dependencies, 1, instr(h.dependencies, ':') - 1) AS dependencies,
+  h.verdict, h.why, h.elapsed_s FROM run r JOIN health_check h ON h.run = r.key;
+CREATE VIEW operation_summary AS
+SELECT r.id AS run, o.job, coalesce(o.outcome, 'open') AS outcome, count(*) AS operations,
+  min(o.claimed_at) AS first_claimed_at, max(o.ended_at) AS last_ended_at
+FROM run r JOIN operation o ON o.run = r.key GROUP BY r.id, o.job, coalesce(o.outcome, 'open');
+"""
+SINCE_VERSION_3 += VIEWS
 SCHEMA += SINCE_VERSION_2 + SINCE_VERSION_3
 
 # One entry a step: MIGRATIONS[n] turns a ledger of user_version n into n + 1.
@@ -3283,6 +3370,27 @@ REFERRED = """SELECT admitted FROM attempt WHERE admitted IS NOT NULL AND run IS
   UNION SELECT opened FROM barrier UNION SELECT overdue FROM barrier WHERE overdue IS NOT NULL
   UNION SELECT closed FROM barrier WHERE closed IS NOT NULL UNION SELECT max(id) FROM event"""
 COMMITS_AT_ONCE = 5_000  # commits of a run that go in one transaction
+# A run (?1, its id ?2) in spans of ?4 s from ?3, at most ?5: one row a span, never one a batch.
+SPANS = """SELECT ?4 * max(0, min(?5 - 1,
+    CAST((julianday(at) - julianday(?3)) * 86400 / ?4 AS INTEGER))) AS at_s,
+  count(elapsed_s) AS batches, sum(read) AS records, sum(rejected) AS rejected,
+  min(elapsed_s) AS shortest_s, avg(elapsed_s) AS mean_s, max(elapsed_s) AS longest_s,
+  max(rss_bytes) AS rss_bytes, max(held) AS open_connections,
+  min(available_bytes) AS available_bytes, min(memory) AS memory, min(connections) AS connections,
+  min(dependencies) AS dependencies
+FROM (SELECT at, read, rejected, elapsed_s, rss_bytes, NULL AS held, NULL AS available_bytes,
+    NULL AS memory, NULL AS connections, NULL AS dependencies
+    FROM batch WHERE run = ?1 AND kind = 'batch'
+  UNION ALL SELECT at, NULL, NULL, NULL, rss_bytes, connections, available_bytes, NULL, NULL, NULL
+    FROM reading_timeline WHERE run = ?2
+  UNION ALL SELECT at, NULL, NULL, NULL, NULL, NULL, NULL, memory, connections, dependencies
+    FROM health_timeline WHERE run = ?2)
+GROUP BY at_s ORDER BY at_s"""
+SPANS_MOST = 120  # enough for a page: 90 s each in three hours
+# 95 of 100 batches of a run (?1) took no longer.
+SLOW = """SELECT elapsed_s FROM batch WHERE run = ?1 AND kind = 'batch' ORDER BY elapsed_s LIMIT 1
+  OFFSET (SELECT (count(*) * 95 + 99) / 100 - 1 FROM batch WHERE run = ?1 AND kind = 'batch')"""
+OPEN = "SELECT key, claimed_at, why FROM operation WHERE run = ? AND outcome IS NULL LIMIT 20"
 ADD_PAUSE = "UPDATE run SET paused_s = paused_s + ? WHERE key = ?"
 # A record that was found bad is tried once more: it may have been mended.
 TRY_ANEW = "UPDATE run SET tries = 0, size = max(size, 1) WHERE key = :key"
@@ -3771,6 +3879,35 @@ class Ledger:
             " ORDER BY number DESC LIMIT ?"
         )
         return sorted(row[0] for row in self._rows(sql, run.key, newest))
+
+    def _named(self, sql: str, *bindings: object) -> list[dict[str, Any]]:
+        """Return rows by the names of their columns, as JSON has them."""
+        with self._letters():
+            cursor = self._sql(sql, bindings)
+            return [
+                dict(zip((d[0] for d in cursor.description), row, strict=True)) for row in cursor
+            ]
+
+    def course(self, run: Run) -> dict[str, Any]:
+        """Return how a run went over time, added up in here, as fields of its report."""
+        columns = "until_at, duration_s, at_work_s, records_per_s"
+        [total] = self._named(f"SELECT {columns} FROM run_summary WHERE run = ?", run.id)
+        span_s = max(total["duration_s"], 1.0) / SPANS_MOST
+        spans = self._named(SPANS, run.key, run.id, run.created_at, span_s, SPANS_MOST)
+        counts = "SELECT outcome, operations FROM operation_summary WHERE run = ?"
+        return {
+            **total,
+            "batch_p95_s": next(iter(self._rows(SLOW, run.key)), (None,))[0],
+            "span_s": span_s,
+            "spans": spans,
+            "operations": self._named(counts, run.id),
+            "open_operations": self._named(OPEN, run.key),
+        }
+
+    def summaries(self, since: str, job: str | None, newest: int) -> list[dict[str, Any]]:
+        """Return the newest runs begun since a moment, of a job or of all, newest first."""
+        where = "WHERE began_at >= ? AND job = coalesce(?, job) ORDER BY began_at DESC, run LIMIT ?"
+        return self._named(f"SELECT * FROM run_summary {where}", since, job, newest)
 
     def approvals(self, run: Run) -> list[Approval]:
         """Return what a run has asked, oldest first."""
@@ -13708,11 +13845,17 @@ def is_owned(state: StateDirectory, job: str) -> bool:
 
 
 # ======================================================================================
-# 13. Reports: rows to text and JSON; pure
+# 13. Reports: rows to text, JSON, Markdown and HTML; pure
 # ======================================================================================
 #
 # Everything here turns rows into words and changes nothing. A summary is one JSON document; its
 # fields are only ever added to. Names carry their units.
+#
+# A *sheet* is a report in parts: what is shown is said once, and each form only shows it. A run's
+# time is cut into SPANS_MOST spans, added up by the ledger, and every plot is made of boxes over
+# them: no report grows with the batches. Amounts reach from the span before to their own, health
+# from a check to the next one, and neither over a gap in which no attempt was under way.
+# Whatever others wrote goes through `printable`, then through `as_html` or `as_markdown`.
 
 BAR_WIDTH = 40  # at most; a narrow terminal gets a shorter one, or none
 CELL_WIDTH = 60  # of text that others wrote
@@ -14359,6 +14502,535 @@ def render_table(rows: list[list[str]]) -> str:
     return "\n".join("  ".join(row).rstrip() for row in cells)
 
 
+# -- sheets: what a report shows, once for HTML, Markdown and text ---------------------------------
+
+LISTED_MOST = 100  # rows of a table on a sheet
+KEPT_MOST = 20  # letters of a cell that is kept on one line: a moment
+COMPARED_MOST = 500
+GOOD_ENDS = (Ending.STOPPED, Ending.RECYCLED, Ending.CLEANED, Ending.AWAITS)
+Box = tuple[float, float, float, float]  # from and to, in s; bottom and top, 0 to 1
+
+
+class Bar(NamedTuple):
+    """A cell of a table with a small bar, and how it differs from the median."""
+
+    words: str
+    share: float  # of the longest bar, 0 to 1
+    change: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.words} {self.change}".rstrip()
+
+
+class Plot(NamedTuple):
+    """A picture over the time of a run, made of boxes; flat ones are lines."""
+
+    title: str
+    words: str  # what it shows, for whoever does not see it
+    layers: list[tuple[str, str, list[Box]]]  # its kind (a CSS class), what it is, the boxes
+    ticks: list[tuple[float, str]]  # the vertical axis: where, 0 to 1, and what
+
+
+class Part(NamedTuple):
+    """One part of a sheet: sentences, what to type, pairs, pictures, a table, in this order."""
+
+    title: str
+    lines: Sequence[str] = ()
+    todo: str = ""
+    pairs: Sequence[tuple[str, str]] = ()
+    plots: Sequence[Plot] = ()
+    table: Sequence[Sequence[str | Bar]] = ()  # its first row is the heading
+
+
+class Sheet(NamedTuple):
+    """A report in parts, and the time that its plots have in common."""
+
+    title: str
+    parts: list[Part]
+    began_at: str = ""
+    until_s: float = 1.0
+    gaps: Sequence[tuple[float, float]] = ()  # in which no attempt was under way
+
+
+def sheet_of_run(summary: dict[str, Any]) -> Sheet:
+    """Return a run's sheet, from its summary with its course."""
+    began_at, free_at, gaps = summary["created_at"], summary["created_at"], []
+    for attempt in summary["attempts"]:
+        if free_at < attempt["began_at"]:
+            ends = (free_at, attempt["began_at"])
+            gaps.append((seconds_between(began_at, ends[0]), seconds_between(began_at, ends[1])))
+        free_at = max(free_at, attempt["ended_at"] or attempt["began_at"])
+    until_s = max(summary["duration_s"], 1.0)
+    sheet = Sheet(f"{summary['job']}: {state_text(summary)}", [], began_at, until_s, gaps)
+    shaded = seconds_text(sum(end - begin for begin, end in gaps))
+    words = f"Time is in UTC. Shaded: no attempt was under way, {shaded} in all."
+    plots = [*plots_of(summary, sheet), band_plot(summary, sheet)]
+    parts = [part_of_end(summary), Part("Over time", [words], plots=plots), *tables_of(summary)]
+    return sheet._replace(parts=parts)
+
+
+def part_of_end(summary: dict[str, Any]) -> Part:
+    """Return how a run stands, in words and numbers, and what to type."""
+    pairs = [
+        ("records read", of_all_text(summary)),
+        *((name, f"{count:,}") for name, count in summary["counts"].items()),
+        ("rejected", f"{summary['rejected']:,}"),
+        ("records per second", number_text(summary["records_per_s"])),
+        ("took", seconds_text(summary["duration_s"])),
+        ("at work", seconds_text(summary["at_work_s"])),
+        ("paused by health", seconds_text(summary["paused_s"])),
+        ("attempts", f"{len(summary['attempts']):,}"),
+        ("batches", f"{summary['batches']:,}"),
+        ("95 of 100 batches within", seconds_text(summary["batch_p95_s"])),
+    ]
+    ended = (
+        f"ended {moment_text(summary['ended_at'])}" if summary["ended_at"] else "is not finished"
+    )
+    lines = [
+        f"It began {moment_text(summary['created_at'])} and {ended}.",
+        *dict.fromkeys(text for text in (summary["error"], summary["why"]) if text),
+        f"Where the time went: {time_text(summary)}.",
+    ]
+    todo = summary["next"] if " report " not in summary["next"] else ""
+    return Part(f"Run {summary['id']}", lines, todo, pairs)
+
+
+def tables_of(summary: dict[str, Any]) -> list[Part]:
+    """Return what happened in a run as tables."""
+    name = summary["id"]
+    outcomes = [(row["outcome"], f"{row['operations']:,}") for row in summary["operations"]]
+    unknown = [
+        [o["key"], moment_text(o["claimed_at"]), o["why"] or ""] for o in summary["open_operations"]
+    ]
+    rejects = [
+        [str(r["id"]), f"{r['number']:,}", r["loop"], r["state"], r["record"], r["reason"]]
+        for r in summary["rejects"]
+    ]
+    released = [
+        [f"{a['generation']}.{place}", r["name"], seconds_text(r["elapsed_s"]), r["error"] or ""]
+        for a in summary["attempts"]
+        for place, r in enumerate(a["releases"], 1)
+    ]
+    recorded = [
+        [c["call"], moment_text(c["done_at"]), seconds_text(c["elapsed_s"]), c["error"] or ""]
+        for c in summary["cleanups"]
+    ]
+    events = [[moment_text(e["at"]), e["what"], e["why"], e["who"]] for e in summary["events"]]
+    return [
+        listed("Attempts", ATTEMPT_HEADING, [row_of_attempt(a) for a in summary["attempts"]]),
+        listed("Operations", OPERATION_HEADING, unknown, f"batchrun reconcile {name}", outcomes),
+        listed("Rejects", REJECT_HEADING, rejects, f"batchrun rejects list {name}", first=True),
+        listed("Releases, last in, first out", RELEASE_HEADING, released),
+        listed("Recorded cleanups", ["call", "done (UTC)", "took", "error"], recorded),
+        listed("Events", ["when (UTC)", "what", "why", "who"], events),
+    ]
+
+
+ATTEMPT_HEADING = ["attempt", "began (UTC)", "took", "how it ended", "commits", "peak", "error"]
+OPERATION_HEADING = ["operation of unknown outcome", "claimed (UTC)", "why"]
+REJECT_HEADING = ["id", "commit", "loop", "state", "record", "reason"]
+RELEASE_HEADING = ["attempt and place", "released", "took", "error"]
+
+
+def row_of_attempt(attempt: dict[str, Any]) -> list[str]:
+    """Return an attempt as a row of a table."""
+    began_at, ended_at, peak = attempt["began_at"], attempt["ended_at"], attempt["peak_rss_bytes"]
+    ending = attempt["ending"] or "going on, or left by its owner"
+    ending += f" ({attempt['reason']})" * bool(attempt["reason"])
+    return [
+        *(str(attempt["generation"]), moment_text(began_at)),
+        seconds_text(seconds_between(began_at, ended_at) if ended_at else None),
+        ending + ", charged as a try" * attempt["charged"],
+        f"{max(0, (attempt['to_number'] or 0) - attempt['from_number']):,}",
+        *(size_text(peak) if peak else "-", attempt["error"] or ""),
+    ]
+
+
+def listed(
+    title: str,
+    heading: list[str],
+    rows: list[list[str]],
+    todo: str = "",
+    pairs: Sequence[tuple[str, str]] = (),
+    *,
+    first: bool = False,
+) -> Part:
+    """Return a part with a table of the newest rows, or the first, and how many there are."""
+    if not rows:
+        return Part(title, [] if pairs else ["None."], pairs=pairs)
+    shown = rows[:LISTED_MOST] if first else rows[-LISTED_MOST:]
+    which = f"The {'first' if first else 'newest'} {len(shown)} of {len(rows):,}; --json has all."
+    return Part(title, [which] * (len(shown) < len(rows)), todo, pairs, table=[heading, *shown])
+
+
+def number_text(amount: float | None) -> str:
+    """Return a number, whole unless it is small, or `-`."""
+    if amount is None:
+        return "-"
+    return f"{amount:,.0f}" if amount >= 10 or amount == int(amount) else f"{amount:.3g}"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Return a time for people, `85 ms`, `2.5 s`, `3m20s`, or `-`."""
+    if seconds is None or seconds >= 60:
+        return "-" if seconds is None else duration_text(seconds)
+    return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{seconds * 1000:.3g} ms"
+
+
+# -- plots -----------------------------------------------------------------------------------------
+
+
+def plots_of(summary: dict[str, Any], sheet: Sheet) -> Iterator[Plot]:
+    """Yield the plots of amounts over time; one of which nothing is known is left out."""
+    spans, span_s, p95_s = summary["spans"], summary["span_s"], summary["batch_p95_s"]
+    worked = list(stretched(sheet, [span for span in spans if span["batches"]], span_s))
+    if worked:
+        rates = [(begin, end, span["records"] / (end - begin)) for begin, end, span in worked]
+        yield step_plot("Records per second", "records/s", rates, number_text)
+        end_s, ticks = up_to(max(span["longest_s"] for *_, span in worked), seconds_text)
+        low, mean, high = (
+            [(begin, end, span[name] / end_s) for begin, end, span in worked]
+            for name in ("shortest_s", "mean_s", "longest_s")
+        )
+        ranges = [(*bottom, top) for bottom, (*_, top) in zip(low, high, strict=True)]
+        words = f"95 of 100 within {seconds_text(p95_s)}"
+        limit = (0.0, sheet.until_s, p95_s / end_s, p95_s / end_s)
+        means = [(*box, box[2]) for box in mean]
+        layers = [("range", "shortest to longest", ranges), ("mean", "mean", means)]
+        yield Plot("Batch durations", words, [*layers, ("limit", words, [limit])], ticks)
+    for name, title, label, text in (
+        ("rss_bytes", "Memory of the worker", "the most, RSS", size_text),
+        ("available_bytes", "Memory available", "the least", size_text),
+        ("open_connections", "Database connections", "the most", number_text),
+    ):
+        known = [span for span in spans if span[name] is not None]
+        steps = [(begin, end, span[name]) for begin, end, span in stretched(sheet, known, span_s)]
+        if steps:
+            yield step_plot(title, label, steps, text)
+
+
+def stretched(
+    sheet: Sheet, spans: list[dict[str, Any]], span_s: float, *, forward: bool = False
+) -> Iterator[tuple[float, float, dict[str, Any]]]:
+    """Yield spans with from and to: from the one before, or to the next; never over a gap."""
+    times = [span["at_s"] + (0.0 if forward else span_s) for span in spans]
+    times = [*times, sheet.until_s] if forward else [0.0, *times]
+    for span, (begin, end) in zip(spans, pairwise(times), strict=True):
+        # an attempt ends and begins amid a span
+        gaps = [g for g in sheet.gaps if begin - span_s <= g[0] and g[1] <= end + span_s]
+        first, last = (gaps[0][0], gaps[-1][1]) if gaps else (end, begin)
+        if forward:
+            yield begin, min(end, max(first, begin + span_s)), span
+        else:
+            yield max(begin, min(last, end - span_s)), end, span
+
+
+def up_to(top: float, text: Callable[[float], str]) -> tuple[float, list[tuple[float, str]]]:
+    """Return the end of an axis with room for `top`, and its ticks: each 1, 2 or 5 times 10^n."""
+    ten = float(f"1e{f'{top or 1:e}'.partition('e')[2]}")
+    step = next(ten * part for part in (0.2, 0.5, 1, 2) if top <= 5 * ten * part)
+    count = max(1, -int(-top / step // 1))
+    return step * count, [(n / count, text(step * n)) for n in range(count + 1)]
+
+
+def step_plot(
+    title: str,
+    label: str,
+    steps: list[tuple[float, float, float]],
+    text: Callable[[float], str],
+) -> Plot:
+    """Return a plot of one amount over time: from, to, amount."""
+    amounts = [amount for *_, amount in steps]
+    end, ticks = up_to(max(amounts), text)
+    boxes = [(begin, until, 0.0, amount / end) for begin, until, amount in steps]
+    tops = [(begin, until, high, high) for begin, until, _, high in boxes]
+    words = f"{label}: {text(min(amounts))} to {text(max(amounts))}, at last {text(amounts[-1])}"
+    return Plot(title, words, [("range", "", boxes), ("mean", label, tops)], ticks)
+
+
+def band_plot(summary: dict[str, Any], sheet: Sheet) -> Plot:
+    """Return bands: attempts by how they ended, and each factor of health as it was found."""
+    rows, words = [*FACTORS[::-1], "attempts"], []
+    height, found = 1 / len(rows), {kind: list[Box]() for kind in BANDS}
+    for place, factor in enumerate(FACTORS[::-1]):
+        spans, bottom, bad_s = [s for s in summary["spans"] if s[factor]], place * height, 0.0
+        for begin, end, span in stretched(sheet, spans, summary["span_s"], forward=True):
+            is_bad = span[factor] == Wellness.BAD
+            bad_s += (end - begin) * is_bad
+            top = bottom + height * (0.8 if is_bad else 0.4)  # told apart in black and white too
+            found[span[factor]].append((begin, end, bottom + 0.1 * height, top))
+        words.append(
+            f"{factor} bad for {seconds_text(bad_s)}" if spans else f"{factor} not checked"
+        )
+    for a in summary["attempts"]:
+        moments = a["began_at"], a["ended_at"] or summary["until_at"]
+        begin, end = (seconds_between(sheet.began_at, moment) for moment in moments)
+        kind = "stopped" if a["ending"] in GOOD_ENDS else "bad" if a["ending"] else "unknown"
+        kind = "ok" if a["ending"] == Ending.SUCCEEDED else kind
+        found[kind].append((begin, end, 1 - 0.9 * height, 1 - 0.3 * height))
+    layers = [(kind, BANDS[kind], boxes) for kind, boxes in found.items() if boxes]
+    ticks = [((place + 0.4) * height, row) for place, row in enumerate(rows)]
+    return Plot("Attempts and health", "; ".join(words[::-1]), layers, ticks)
+
+
+BANDS = {"ok": "ok", "bad": "bad", "unknown": "unknown", "stopped": "stopped on purpose"}
+
+
+# -- a comparison of runs --------------------------------------------------------------------------
+
+
+def summarise_runs(rows: list[dict[str, Any]], since: str, job: str | None) -> dict[str, Any]:
+    """Return runs beside each other as one JSON document; a change is 0.1 for a tenth more.
+
+    Each is compared with the median of its job's runs that succeeded whole.
+    """
+    from statistics import median  # only where runs are compared
+
+    jobs: dict[str, dict[str, Any]] = {row["job"]: {} for row in rows}
+    for name, usual in jobs.items():
+        mine = [row for row in rows if row["job"] == name]
+        whole = [
+            r for r in mine if r["state"] == "succeeded" and not (r["retry_of"] or r["rollback_of"])
+        ]
+        usual |= {"runs": len(mine), "succeeded": len(whole)}
+        for amount in ("duration_s", "records_per_s"):
+            known = [row[amount] for row in whole if row[amount] is not None]
+            middle = usual[amount] = median(known) if known else None
+            for row in mine:
+                is_known = middle and row[amount] is not None
+                row[f"{amount}_change"] = round(row[amount] / middle - 1, 4) if is_known else None
+    return {"since": since, "job": job, "newest": COMPARED_MOST, "jobs": jobs, "runs": rows}
+
+
+def sheet_of_runs(document: dict[str, Any]) -> Sheet:
+    """Return a sheet that compares runs, job by job."""
+    since = moment_text(document["since"])
+    parts = [Part("Runs", [f"No run began since {since}."])] * (not document["runs"])
+    if len(document["runs"]) == document["newest"]:
+        parts = [Part("Not all", [f"Only the newest {document['newest']} runs are shown."])]
+    for job, usual in sorted(document["jobs"].items()):
+        runs = [run for run in document["runs"] if run["job"] == job]
+        medians = seconds_text(usual["duration_s"]), number_text(usual["records_per_s"])
+        counted = (
+            f"{usual['runs']} runs, of them {usual['succeeded']} succeeded; the median of those"
+        )
+        said = f"{counted}: {medians[0]}, {medians[1]} records/s."
+        parts.append(Part(job, [said], table=[RUN_HEADING, *(row_of_run(r, runs) for r in runs)]))
+    return Sheet(f"{document['job'] or 'All jobs'} since {since}", parts)
+
+
+RUN_HEADING = ["run", "began (UTC)", "how it ended", "records", "took", "records/s"]
+RUN_HEADING += ["rejected", "attempts", "paused"]
+
+
+def row_of_run(run: dict[str, Any], runs: list[dict[str, Any]]) -> list[str | Bar]:
+    """Return one run of a comparison as a row; its bars are relative to the job's other runs."""
+
+    def bar(name: str, text: Callable[[float | None], str]) -> Bar:
+        share = (run[name] or 0) / (max(other[name] or 0 for other in runs) or 1)
+        change = run[f"{name}_change"]
+        return Bar(text(run[name]), share, "" if change is None else f"{change:+.0%}")
+
+    kind = "retry of rejects, " * bool(run["retry_of"]) + "rollback, " * bool(run["rollback_of"])
+    return [
+        *(run["run"], moment_text(run["began_at"]), kind + state_text(run), f"{run['records']:,}"),
+        *(bar("duration_s", seconds_text), bar("records_per_s", number_text)),
+        *(f"{run['rejected']:,}", str(run["attempts"]), seconds_text(run["paused_s"])),
+    ]
+
+
+# -- sheets as text, as Markdown, as HTML ----------------------------------------------------------
+
+
+def render_sheet(sheet: Sheet) -> str:
+    """Return a sheet's sentences and tables as text."""
+    shown = [sheet.title]
+    for part in sheet.parts:
+        rows = [
+            [f"{c} {'#' * round(8 * c.share)}" if isinstance(c, Bar) else c for c in row]
+            for row in part.table
+        ]
+        shown += ["", part.title, *part.lines, *([render_table(rows)] if rows else [])]
+    return "\n".join(shown)
+
+
+def render_markdown(sheet: Sheet) -> str:
+    """Return a sheet as Markdown; of its plots, what they show in words."""
+    shown = [f"# {as_markdown(sheet.title)}"]
+    for part in sheet.parts:
+        shown += ["", f"## {as_markdown(part.title)}"]
+        shown += [text for line in part.lines for text in ("", as_markdown(line))]
+        shown += ["", f"    {printable(part.todo)}"] * bool(part.todo)
+        pairs = [*part.pairs, *((plot.title, plot.words) for plot in part.plots)]
+        shown += [""] * bool(pairs)
+        shown += [f"- **{as_markdown(name)}**: {as_markdown(value)}" for name, value in pairs]
+        rows = [f"| {' | '.join(as_markdown(str(cell)) for cell in row)} |" for row in part.table]
+        shown += ["", rows[0], "|" + " --- |" * len(part.table[0]), *rows[1:]] if rows else []
+    return "\n".join(shown)
+
+
+def printable(text: str) -> str:
+    """Return text of others, secrets as ***, without controls and what turns a line around."""
+    odd = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufffe\uffff]"
+    return re.sub(odd, "\ufffd", mask_secrets(text))
+
+
+def as_markdown(text: str) -> str:
+    """Return text of others on one line, so that Markdown shows it and does nothing else."""
+    line = " ".join(printable(text).split())
+    return re.sub(r"(\*{3})|([\\`*_\[\]<>|#~&])", lambda found: found[1] or f"\\{found[2]}", line)
+
+
+def as_html(text: str) -> str:
+    """Return text of others so that a browser shows it and does nothing else."""
+    return printable(text).translate({38: "&amp;", 60: "&lt;", 62: "&gt;", 34: "&quot;"})
+
+
+STYLE = """
+:root { color-scheme: light dark; --paper: #fff; --ink: #1b2026; --soft: #57606b; --line: #d5dae0;
+  --shade: #e9ecf0; --blue: #2a6db0; --pale: #a9c9e8; --ok: #35855a; --bad: #c2352b;
+  --grey: #8b95a1; --amber: #b26a00; }
+@media (prefers-color-scheme: dark) { :root { --paper: #14181d; --ink: #e7eaee; --soft: #a5afba;
+  --line: #343c46; --shade: #252b33; --blue: #6fb0ee; --pale: #2f5578; --ok: #5fbf8b;
+  --bad: #ff7f73; --grey: #77818d; --amber: #f0a840; } }
+* { box-sizing: border-box; print-color-adjust: exact; }
+body { margin: 0 auto; padding: 1rem; max-width: 70rem; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; line-height: 1.2; margin: .5rem 0; } p { margin: .4rem 0; }
+h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; border-bottom: 1px solid var(--line); }
+p, td { white-space: pre-line; } dt, th, footer, caption, small, .legend { color: var(--soft); }
+pre { margin: .6rem 0; padding: .5rem .8rem; background: var(--shade); white-space: pre-wrap; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .5rem 1rem;
+  margin: 1rem 0; } dl div { border-left: 3px solid var(--pale); padding-left: .6rem; }
+dt, caption, .legend { font-size: .85rem; } dd { margin: 0; font-size: 1.15rem; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+caption, th, td { text-align: left; vertical-align: top; } th, .kept { white-space: nowrap; }
+th, td { padding: .25rem .75rem .25rem 0; border-bottom: 1px solid var(--line); }
+td:last-child:not(.kept) { min-width: 14rem; }
+td i { display: block; height: .3rem; background: var(--blue); min-width: 1px; }
+h2, caption { break-after: avoid; } tr, figure { break-inside: avoid; }
+figure { margin: 1.2rem 0 1.8rem; } figcaption { margin-bottom: .4rem; }
+.legend { margin-left: .8rem; display: inline-block; }
+.legend::before { content: ""; display: inline-block; width: .8em; height: .8em; margin-right: .3em;
+  background: var(--c); }
+.legend.mean::before, .legend.limit::before { height: 2px; vertical-align: .3em; }
+.plot { position: relative; height: 8rem; margin: 0 .8rem 1.4rem 6.2rem; }
+.plot svg { width: 100%; height: 100%; display: block; overflow: visible; }
+.plot span { position: absolute; font-size: .8rem; line-height: 1; color: var(--soft);
+  white-space: nowrap; }
+.y { right: 100%; margin-right: .4rem; transform: translateY(50%); }
+.x { top: 100%; margin-top: .4rem; transform: translateX(-50%); }
+path { vector-effect: non-scaling-stroke; fill: none; shape-rendering: crispEdges; }
+.grid { stroke: var(--line); } .gap { fill: var(--shade); } .range { --c: var(--pale); }
+.mean { --c: var(--blue); } .limit { --c: var(--amber); stroke-dasharray: 6 4; }
+path.mean, path.limit { stroke: var(--c); stroke-width: 2; } .stopped { --c: var(--blue); }
+.ok { --c: var(--ok); } .bad { --c: var(--bad); } .unknown { --c: var(--grey); }
+path.range, path.ok, path.bad, path.unknown, path.stopped { fill: var(--c); }
+@media (max-width: 40rem) { .x:nth-last-of-type(even) { display: none; }
+  .plot { margin-left: 5.4rem; } }
+@media screen and (max-width: 60rem) { table, tbody, tr, td, caption { display: block; }
+  thead, td:empty { display: none; } tr { border-bottom: 1px solid var(--line); padding: .4rem 0; }
+  .kept { white-space: pre-line; } td { border: 0; padding: 0; }
+  td::before { content: attr(title) ": "; color: var(--soft); } }
+@media print { body { font-size: 12px; padding: 0; } }
+"""
+
+
+def render_html(sheet: Sheet, now: str) -> str:
+    """Return a sheet as one HTML file: nothing is fetched, and no script is in it."""
+    title, parts = as_html(sheet.title), "".join(html_part(part, sheet) for part in sheet.parts)
+    made = f"Written by batchrun {VERSION} at {moment_text(now)}. All times are UTC."
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{STYLE}</style></head>\n<body><main><h1>{title}</h1>{parts}"
+        f"</main>\n<footer>{made}</footer></body></html>\n"
+    )
+
+
+def html_part(part: Part, sheet: Sheet) -> str:
+    """Return one part of a sheet as HTML."""
+    lines = "".join(f"<p>{as_html(line)}</p>" for line in part.lines)
+    lines += f"<pre>{as_html(part.todo)}</pre>" * bool(part.todo)
+    pairs = "".join(f"<div><dt>{as_html(n)}</dt><dd>{as_html(v)}</dd></div>" for n, v in part.pairs)
+    pairs = f"<dl>{pairs}</dl>" * bool(pairs)
+    plots = "".join(html_plot(plot, sheet) for plot in part.plots)
+    table = html_table(part.title, part.table) if part.table else ""
+    return f"\n<section><h2>{as_html(part.title)}</h2>{lines}{pairs}{plots}{table}</section>"
+
+
+def html_table(caption: str, rows: Sequence[Sequence[str | Bar]]) -> str:
+    """Return a table as HTML; on a narrow screen each cell is shown with its column's name."""
+    names = [as_html(str(name)) for name in rows[0]]
+    heading = "".join(f'<th scope="col">{name}</th>' for name in names)
+    body = "\n".join(
+        f"<tr>{''.join(html_cell(n, cell) for n, cell in zip(names, row, strict=True))}</tr>"
+        for row in rows[1:]
+    )
+    caption = f"<caption>{as_html(caption)}, {len(rows) - 1:,} rows</caption>"
+    return f"<table>{caption}<thead><tr>{heading}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def html_cell(name: str, cell: str | Bar) -> str:
+    """Return a cell of the column of that name as HTML; a short one is kept on one line."""
+    kept = ' class="kept"' if len(str(cell)) <= KEPT_MOST else ""
+    if isinstance(cell, str):
+        return f'<td title="{name}"{kept}>{as_html(cell)}</td>'
+    words = f"{as_html(cell.words)} <small>{as_html(cell.change)}</small>"
+    return f'<td title="{name}"{kept}>{words}<i style="width:{cell.share:.0%}"></i></td>'
+
+
+def html_plot(plot: Plot, sheet: Sheet) -> str:
+    """Return a plot as HTML: boxes in SVG that is stretched, labels that are not."""
+    title, words = as_html(plot.title), as_html(plot.words)
+    legend = "".join(
+        f'<span class="legend {k}">{as_html(label)}</span>' for k, label, _ in plot.layers if label
+    )
+    shaded = [(begin, end, 0.0, 1.0) for begin, end in sheet.gaps]
+    lines = [(0.0, sheet.until_s, at, at) for at, _ in plot.ticks]
+    layers = [("gap", "", shaded), ("grid", "", lines), *plot.layers]
+    shapes = "".join(svg_path(kind, boxes, sheet.until_s) for kind, _, boxes in layers if boxes)
+    labels = [f'<span class="y" style="bottom:{at:.1%}">{text}</span>' for at, text in plot.ticks]
+    labels += [
+        f'<span class="x" style="left:{at:.1%}">{text}</span>' for at, text in times_of(sheet)
+    ]
+    return (
+        f"<figure><figcaption><strong>{title}</strong>{legend}</figcaption>"
+        '<div class="plot"><svg viewBox="0 0 1000 100" preserveAspectRatio="none" role="img">'
+        f"<title>{title}</title><desc>{words}</desc>{shapes}</svg>{''.join(labels)}</div></figure>"
+    )
+
+
+def svg_path(kind: str, boxes: list[Box], until_s: float) -> str:
+    """Return boxes as one SVG path; a flat one is a line."""
+    drawn = []
+    for begin, end, low, high in boxes:
+        left, right = 1000 * begin / until_s, 1000 * end / until_s
+        up = f"V{100 - 100 * high:.1f}H{left:.1f}Z" if high > low else ""
+        drawn.append(f"M{left:.1f} {100 - 100 * low:.1f}H{right:.1f}{up}")
+    return f'<path class="{kind}" d="{"".join(drawn)}"/>'
+
+
+DAY_S = 86_400
+TIME_STEPS_S = [n * unit_s for unit_s in (1, 60) for n in (1, 2, 5, 10, 15, 30)]
+TIME_STEPS_S += [3600 * n for n in (1, 2, 3, 6, 12)]
+
+
+def times_of(sheet: Sheet) -> Iterator[tuple[float, str]]:
+    """Yield up to seven round moments of the time axis: where, 0 to 1, and what they say."""
+    at_least = sheet.until_s / 6
+    steps = (step for step in TIME_STEPS_S if step >= at_least)
+    step = next(steps, DAY_S * (1 + int(at_least / DAY_S)))
+    began = datetime.fromisoformat(sheet.began_at)
+    at_s = -began.timestamp() % step
+    while at_s <= sheet.until_s:
+        moment = began + timedelta(seconds=at_s)
+        is_midnight = moment.timestamp() % DAY_S < 1
+        form = "%d %b" if is_midnight else "%H:%M:%S" if step < 60 else "%H:%M"
+        yield at_s / sheet.until_s, moment.strftime(form)
+        at_s += step
+
+
 # ======================================================================================
 # 14. Command line: words to calls; no decisions
 # ======================================================================================
@@ -14769,26 +15441,67 @@ def status_command(app: App, *, name: str | None) -> ExitCode:
 
 @command(
     "Every day",
-    word("run", metavar="RUN|drain"),
+    word("run", required=False, metavar="[RUN|drain]"),
     word("number", required=False, type=int, metavar="[ID]"),
+    word("--since", metavar="30d", help="Compare the runs begun since then: of RUN's job, or all."),
+    word("--html", metavar="FILE", help="Write one page for a browser; your umask says who reads."),
+    word("--markdown", is_flag=True, help="Write it as Markdown."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
-def report_command(app: App, *, run: str, number: int | None) -> ExitCode:
+def report_command(app: App, *, run: str | None, number: int | None, **how: Any) -> ExitCode:
     """Tell what happened in a run, attempt by attempt; or in a drain, run by run."""
-    if run == "drain":
+    if run == "drain" and not given(how):
         return report_drain(app, number)
-    if number is not None:
-        what = "A number is for `report drain`."
-        raise ConfigurationError(what, todo=f"Write: batchrun report {run}")
-    with app.ledger(write=False) as ledger:
-        found = app.find_run(ledger, run)
-        rows = ledger.attempts(found), ledger.rejects(found), ledger.events(found)
-        undoes = (
-            summary_of_rollback(ledger, ledger.rollback_by(found)) if found.rollback_of else None
+    if number is not None or run == "drain":
+        what = (
+            "A number is for `report drain`." if run != "drain" else "A drain has no such report."
         )
-        of_rollbacks = undoes, ledger.rollbacks(found)
-        summary = summarise(found, *rows, ledger.cleanups(found), *of_rollbacks)
-    app.console.result(render_report(summary), summary)
+        raise ConfigurationError(what, todo=f"Write: batchrun report {run}")
+    if not (run or how["since"]) or (how["markdown"] and (how["html"] or app.console.as_json)):
+        what = "A report is of a run, or --since a moment; in one of its forms."
+        raise ConfigurationError(what, todo="Write: batchrun report RUN --html FILE")
+    with app.ledger(write=False) as ledger:
+        found = app.find_run(ledger, run) if run else None
+        if how["since"]:
+            since = begun_since(how["since"], app.host.now())
+            rows = ledger.summaries(since, found and found.job, COMPARED_MOST)
+            document = summarise_runs(rows, since, found and found.job)
+            sheet = sheet_of_runs(document)
+            return show_report(app, render_sheet(sheet), document, sheet, how)
+        document = summary_of(app, ledger, cast("Run", found))
+    return show_report(app, render_report(document), document, sheet_of_run(document), how)
+
+
+def begun_since(text: str, now: str) -> str:
+    """Return the moment that lies a duration before now."""
+    try:
+        ago_ns = int(parse_duration(text) * 1_000_000_000)
+    except ValueError as error:
+        raise ConfigurationError(f"--since {text!r}: {error}", todo="Write: --since 30d") from error
+    return utc_text(max(0, int(datetime.fromisoformat(now).timestamp() * 1e9) - ago_ns))
+
+
+def summary_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
+    """Return all that is known of a run, with its course, why it is as it is, and what to type."""
+    rows = ledger.attempts(run), ledger.rejects(run), ledger.events(run)
+    undoes = summary_of_rollback(ledger, ledger.rollback_by(run)) if run.rollback_of else None
+    of_rollbacks = undoes, ledger.rollbacks(run)
+    stands = standing(ledger, run, app.host)
+    summary = summarise(run, *rows, ledger.cleanups(run), *of_rollbacks) | ledger.course(run)
+    return summary | {"why": stands.why, "next": stands.todo}
+
+
+def show_report(
+    app: App, text: str, document: dict[str, Any], sheet: Sheet, how: Mapping[str, Any]
+) -> ExitCode:
+    """Write a report in the form that was asked for."""
+    if how["html"]:
+        path = place_of_report(how["html"])
+        parts = [part._replace(todo=app.console.typed(part.todo)) for part in sheet.parts]
+        content = render_html(sheet._replace(parts=parts), app.host.now()).encode()
+        write_atomically(path, content, mode=0o666)
+        text, document = f"written: {path}", {"html": str(path), "bytes": len(content)}
+    app.console.result(render_markdown(sheet) if how["markdown"] else text, document)
     return ExitCode.DONE
 
 

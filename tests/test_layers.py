@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
     "Vocabulary": 555,
-    "Host": 760,
+    "Host": 790,
     "Configuration": 1_040,
     "Checkpoints": 485,
-    "Ledger": 2_425,
+    "Ledger": 2_530,
     "Locks and maintenance": 450,
     "Health": 895,
     "Jobs": 2_830,
@@ -30,11 +30,11 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Recovery": 950,
     "Worker": 815,
     "Supervisor": 1_750,
-    "Reports": 655,
-    "Command line": 1_380,
+    "Reports": 1_190,
+    "Command line": 1_420,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 15_739  # must stay under
+LINES_IN_ALL = 16_452  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
