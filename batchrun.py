@@ -3196,16 +3196,14 @@ CREATE TABLE operation (
   id INTEGER PRIMARY KEY, job TEXT NOT NULL, key TEXT NOT NULL,
   run INTEGER NOT NULL REFERENCES run, generation INTEGER NOT NULL, number INTEGER NOT NULL,
   arguments BLOB NOT NULL, lookup TEXT, irreversible INTEGER NOT NULL DEFAULT 0,
-  claimed_at TEXT NOT NULL, outcome TEXT, receipt TEXT, ended_at TEXT, error TEXT,
+  claimed_at TEXT NOT NULL, outcome TEXT, receipt TEXT, ended_at TEXT,
   who TEXT, why TEXT, UNIQUE (job, key)
 ) STRICT;
 CREATE INDEX operation_of_run ON operation (run);
 CREATE INDEX retry_of_run ON run (retry_of) WHERE retry_of IS NOT NULL;
-CREATE INDEX rollback_of_run ON run (rollback_of) WHERE rollback_of IS NOT NULL;
 CREATE INDEX open_operation ON operation (run, id) WHERE outcome IS NULL;
 CREATE INDEX rollback_of_run ON run (rollback_of) WHERE rollback_of IS NOT NULL;
 CREATE INDEX batch_that_remembers ON batch (run, number) WHERE images IS NOT NULL;
-CREATE INDEX operation_of_run ON operation (run, outcome);
 -- of tables that version 2 brought, and that a ledger of version 1 gets above
 ALTER TABLE cleanup ADD COLUMN of_run INTEGER NOT NULL DEFAULT 0;
 """
