@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, Project, clean_environment, wait_for
@@ -40,7 +41,7 @@ class Shop:
         with contextlib.closing(sqlite3.connect(self.project.folder / "stock.db")) as stock, stock:
             stock.execute(text, values)
 
-    def rows(self, sql: str) -> list[tuple[object, ...]]:
+    def rows(self, sql: str) -> list[tuple[Any, ...]]:
         with contextlib.closing(sqlite3.connect(self.market)) as market:
             return market.execute(sql).fetchall()
 
