@@ -55,6 +55,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import io
 import json
 import os
 import re
@@ -352,6 +353,14 @@ class LostOwnership(BatchrunError):
     """Another generation took the run over; this process may not write any more."""
 
     exit_code = ExitCode.LOST_OWNERSHIP
+
+
+class OutputRefused(BatchrunError):
+    """What a command has to say cannot be written."""
+
+    def __init__(self, error: OSError) -> None:
+        what = f"Standard output cannot be written: {error.strerror}."
+        super().__init__(what, unchanged="What the command was to do is done; only its words are lost.")
 
 
 class IllegalTransition(BatchrunError):
@@ -1372,7 +1381,27 @@ def write_all(descriptor: int, content: bytes) -> None:
 def write_line(descriptor: int, text: str) -> None:
     """Write a line past all buffers; a closed or full output never stops a run."""
     with contextlib.suppress(OSError):
-        write_all(descriptor, f"{text}\n".encode(errors="replace"))
+        write_all(descriptor, f"{visible(text)}\n".encode(errors="replace"))
+
+
+def visible(text: str) -> str:
+    """Return text without what commands a terminal: control characters, written as escapes."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def occupy_standard_descriptors() -> None:
+    """Let no file of ours become stdin, stdout or stderr where those are closed.
+
+    Output to what is put there is refused, as it is by a closed one.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDONLY)
 
 
 READ_PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link, no waiting pipe
@@ -2229,6 +2258,11 @@ def mask_secrets(text: str) -> str:
     for secret in sorted(_REMEMBERED, key=len, reverse=True):
         text = text.replace(secret, _MASK)
     return _masked_by_form(text)
+
+
+def log_text(at: str, level: str, text: str) -> str:
+    """Return text as it stands in a run's log: each line with its time and level, no secret."""
+    return "\n".join(f"{at} {level} {line}" for line in mask_secrets(text).split("\n"))
 
 
 def _masked_by_form(text: str) -> str:
@@ -8220,15 +8254,15 @@ class Context(Generic[S]):
 
         host = self._host
 
-        class Masked(logging.Formatter):
-            def format(self, record: logging.LogRecord) -> str:
-                line = f"{host.now()} {record.levelname} {super().format(record)}"
-                return mask_secrets(line)
+        class Lines(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                try:
+                    write_line(2, log_text(host.now(), record.levelname, self.format(record)))
+                except Exception:  # noqa: BLE001 - logging's rule: no log line fails a program
+                    self.handleError(record)
 
         logger = logging.getLogger(f"batchrun.job.{self._course.run.job}")
-        to_stderr = logging.StreamHandler()
-        to_stderr.setFormatter(Masked())
-        logger.handlers[:] = [to_stderr]
+        logger.handlers[:] = [Lines()]
         logger.setLevel(logging.INFO)
         logger.propagate = False
         return logger
@@ -11387,6 +11421,7 @@ class Worker:
     Attributes:
         recorded: whether the ledger knows how the attempt ended.
         asked: how the attempt ends until a person has answered.
+        log_path: of the log that this process's output goes to, if it is its own.
     """
 
     _course: Course  # from `_prepare` on
@@ -11413,6 +11448,7 @@ class Worker:
         self.gate = Gate(order.supervisor, order.batches)
         self.recorded = False
         self.asked: AttemptEnd | None = None
+        self.log_path: Path | None = None
 
     # -- one attempt -----------------------------------------------------------------------
 
@@ -11721,6 +11757,8 @@ class Worker:
         except BaseException:
             self._store.discard(temporary)
             raise
+        if self.log_path is not None:
+            keep_log(self.log_path)
         course.move_to(checkpoint, digest)
         self._armed, self._size = link.following or "", size
         if 0 < self._job_config.recycle_above_bytes < gauges["rss_bytes"]:
@@ -11753,7 +11791,7 @@ class Worker:
         words = [mask_secrets(word).removesuffix(".") for pair in whole for word in pair]
         short = [shortened(word) for word in words]
         if short != words:
-            write_line(2, f"Rejected: {': '.join(words)}")
+            write_line(2, log_text(self._host.now(), "ERROR", f"Rejected: {': '.join(words)}"))
         first = [f", the first{of_whom}: {': '.join(short)}"] * bool(words)
         undone = "The batch is not committed; commit" if link else "No commit was undone; commit"
         raise TooManyRejects(
@@ -12040,7 +12078,84 @@ def log_traceback(error: BaseException) -> None:
     """Write a traceback to standard error, which is a worker's log."""
     import traceback  # only when something went wrong
 
-    write_line(2, mask_secrets("".join(traceback.format_exception(error))))
+    text = "".join(traceback.format_exception(error)).rstrip("\n")
+    write_line(2, log_text(Host().now(), "ERROR", text))
+
+
+# -- the log -------------------------------------------------------------------------------
+
+
+class LogStream(io.RawIOBase):
+    """What a worker prints: each line goes to its log at once, with its time, and never fails it.
+
+    What is written to the descriptor itself, by a library in C or a child process, has no time.
+    """
+
+    def __init__(self, level: str, host: Host) -> None:
+        self._level, self._host = level, host
+        self._is_open = False  # whether the last line is not at its end yet
+
+    def writable(self) -> bool:
+        """Tell what it is for."""
+        return True
+
+    def fileno(self) -> int:
+        """Return the descriptor for what writes past this stream."""
+        return 2
+
+    def write(self, content: Any) -> int:
+        """Write text that io.TextIOWrapper has encoded."""
+        text = bytes(content).decode(errors="replace")
+        lines = log_text(self._host.now(), self._level, text.removesuffix("\n"))
+        if self._is_open:
+            lines = lines.partition(f" {self._level} ")[2]
+        self._is_open = not text.endswith("\n")
+        with contextlib.suppress(OSError):
+            write_all(2, f"{visible(lines)}{'' if self._is_open else chr(10)}".encode())
+        return len(content)
+
+
+def print_to_log(host: Host) -> None:
+    """Let what the job prints stand in the log, whatever its characters and this process's locale.
+
+    A line that was begun is written when it is ended, or flushed.
+    """
+    how = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": True}
+    sys.stdout = io.TextIOWrapper(cast("Any", LogStream("OUT", host)), **how)
+    sys.stderr = io.TextIOWrapper(cast("Any", LogStream("ERR", host)), **how)
+
+
+def keep_log(path: Path) -> None:
+    """Go on in a new log if a worker's was moved or removed; without one if it cannot be made."""
+    with contextlib.suppress(OSError, StateDirectoryError):
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(2), path.lstat()):
+                return
+        log = open_log(path)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+
+
+def open_log(path: Path) -> int:
+    """Open a run's log file for appending, private and never through a link.
+
+    Raises:
+        StateDirectoryError: it cannot be opened, or is no plain file.
+    """
+    ways = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        make_private_folder(path.parent.parent)
+        make_private_folder(path.parent)
+        log = os.open(path, ways, 0o600)
+        if stat.S_ISREG(os.fstat(log).st_mode):
+            os.set_blocking(log, True)
+            return log
+        os.close(log)
+        why = "it is not a plain file"
+    except OSError as error:
+        why = error.strerror or str(error)
+    raise StateDirectoryError(f"The log {path} cannot be written: {why}.")
 
 
 # -- the process -----------------------------------------------------------------------------
@@ -12054,11 +12169,14 @@ def worker_main() -> NoReturn:
     end, recorded = AttemptEnd(Ending.DIED, ExitCode.FAILED, error="The worker failed."), False
     try:
         host = Host()
+        print_to_log(host)
         host.volunteer_for_oom_kill()
         host.ask_for_signal_at_parents_death()
         config = load_config(Path(order.config))
-        ledger = open_ledger(StateDirectory(config, host).ledger_path, host, create=False)
+        state = StateDirectory(config, host)
+        ledger = open_ledger(state.ledger_path, host, create=False)
         worker = Worker(order, config, ledger, host)
+        worker.log_path = state.log_path(ledger.run(order.run))
         listen(worker)
         end = worker.drive()
         recorded = worker.recorded
@@ -12069,7 +12187,7 @@ def worker_main() -> NoReturn:
         log_traceback(error)
     finally:
         if not recorded:
-            write_line(2, letter_text(end))
+            write_line(2, log_text(Host().now(), "ERROR", letter_text(end)))
             write_line(order.last_words, json.dumps(end._asdict()))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -12735,7 +12853,7 @@ class Supervisor:
             return self._attempt_in_process(admission, order)
         self._nothing_lives = False
         try:
-            worker = WorkerProcess(order, self._state.log_path(run), run, self._host)
+            worker = WorkerProcess(order, self._open_log(run), run, self._host)
         except BatchrunError as refusal:
             self._nothing_lives = True
             seen = letter_end(refusal)._replace(ending=Ending.DIED)
@@ -12776,7 +12894,7 @@ class Supervisor:
         order, ended = self._order(run, generation)._replace(cleans=True), {}
         self._nothing_lives = False
         try:
-            worker = WorkerProcess(order, self._state.log_path(run), run, host)
+            worker = WorkerProcess(order, self._open_log(run), run, host)
             self._watch(worker, ledger.run(run.key))
             self._nothing_lives = worker.end_group()
             seen = worker.seen_end(run, ledger.called_cleanup(ledger.run(run.key)))
@@ -12829,6 +12947,15 @@ class Supervisor:
             return Outcome(end.exit_code, run, letter_text(end))
         run, generation = admission.run, admission.generation
         return self._outcome(self._ledger.settle(run, generation, end, self._decide))
+
+    def _open_log(self, run: Run) -> int:
+        """Open a run's log; no run fails for one that cannot be written, it is said."""
+        try:
+            return open_log(self._state.log_path(run))
+        except StateDirectoryError as error:
+            said = f"warning: {error.what} The run goes on; the worker tries again at each commit."
+            self._watcher.say(said)
+            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     def _watch(self, worker: WorkerProcess, run: Run) -> None:
         """Wait for the worker, look after its health, pass stops on to it, show what it does."""
@@ -13133,10 +13260,10 @@ class WorkerProcess:
     """The worker's process: started with the job's lock, in a process group of its own.
 
     Raises:
-        BatchrunError: its log cannot be opened, or the system has no room for another process.
+        BatchrunError: the system has no room for another process.
     """
 
-    def __init__(self, order: Order, log_path: Path, run: Run, host: Host) -> None:
+    def __init__(self, order: Order, log: int, run: Run, host: Host) -> None:
         import subprocess  # 25 ms, supervisors only
 
         self._host, self._asked = host, 0
@@ -13147,7 +13274,6 @@ class WorkerProcess:
         self._open = (run.number, host.monotonic())  # since when the batch after it is open
         self._oom_kills = host.oom_kills()
         self._strangers = set(host.children())  # of whoever became this process by exec
-        log = open_log(log_path)
         self._last_words = os.memfd_create("last words")
         order = order._replace(last_words=self._last_words)
         context = {"BATCHRUN_RUN_ID": run.id, "BATCHRUN_GENERATION": str(order.generation)}
@@ -13263,31 +13389,6 @@ class WorkerProcess:
             cause = "probably out of memory" if memory else "not by the kernel for want of memory"
             peak = f"{cause}: {peak}"
         return f"The worker was killed by {name} ({peak})"
-
-
-def open_log(path: Path) -> int:
-    """Open a run's log file for appending, private and never through a link.
-
-    Raises:
-        StateDirectoryError: it cannot be opened, or is no plain file.
-    """
-    ways = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    try:
-        make_private_folder(path.parent.parent)
-        make_private_folder(path.parent)
-        log = os.open(path, ways, 0o600)
-        if stat.S_ISREG(os.fstat(log).st_mode):
-            os.set_blocking(log, True)
-            return log
-        os.close(log)
-        why = "it is not a plain file"
-    except OSError as error:
-        why = error.strerror or str(error)
-    raise StateDirectoryError(
-        f"The log {path} cannot be written: {why}.",
-        unchanged="Nothing was done.",
-        todo=f"See what it is: ls -l {path.parent}",
-    )
 
 
 # -- stopping a run from outside -----------------------------------------------------------------
@@ -15042,6 +15143,7 @@ def times_of(sheet: Sheet) -> Iterator[tuple[float, str]]:
 
 GROUPS = ("Every day", "Deploy", "Answer and mend", "Set up")
 PLAIN_LINE_EVERY_S = 60.0
+ERROR, WARNING, NEWS = 3, 4, 6  # priorities of the journal's lines, those of syslog
 
 
 class CommandParts(NamedTuple):
@@ -15128,11 +15230,20 @@ class Console:
         """Write a command's result: text, or with --json one document.
 
         Raises:
-            OSError: it cannot be written; a reader that has gone away is no error.
+            OutputRefused: it cannot be written; a reader that has gone away is no error.
         """
-        shown = json.dumps(document, default=str) if self.as_json else self.typed(text)
         with contextlib.suppress(BrokenPipeError):
+            self.write(text, document)
+
+    def write(self, text: str, document: Any) -> None:
+        """Write a result, or a part of one, to a reader that may go away: BrokenPipeError."""
+        shown = json.dumps(document, default=str) if self.as_json else visible(self.typed(text))
+        try:
             write_all(1, f"{mask_secrets(shown)}\n".encode())
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputRefused(error) from error
 
     def say(self, text: str) -> None:
         """Show one line about what happens."""
@@ -15140,7 +15251,7 @@ class Console:
             write_line(1, json.dumps({"type": "said", "text": text}))
         elif self.tells or self.live or self.plain:
             self._draw("")
-            write_line(2, self.typed(text))
+            self._tell(self.typed(text), WARNING if text.startswith("warning: ") else NEWS)
 
     def progress(self, run: Run) -> None:
         """Draw the live line anew, or write a line now and then: each tenth, and each minute."""
@@ -15160,7 +15271,7 @@ class Console:
                 document |= {"expected": run.expected, "records_per_s": round(rate, 1)}
                 write_line(1, json.dumps(document))
             elif self.plain:
-                write_line(2, f"{run.job} {progress_text(run, rate)}".rstrip())
+                self._tell(f"{run.job} {progress_text(run, rate)}".rstrip(), NEWS)
 
     def draw(self, line: str) -> None:
         """Draw a live line anew; an empty one takes it away."""
@@ -15174,6 +15285,12 @@ class Console:
         self._host.show_end(text)
         if self.as_json:
             text = json.dumps({"type": "error", "exit_code": int(code), "text": text})
+        self._tell(text, NEWS if code in FINE else ERROR)
+
+    def _tell(self, text: str, priority: int) -> None:
+        """Write lines to standard error; the journal is told how much each matters."""
+        if self._host.is_journal() and not self.as_json:
+            text = re.sub("^", f"<{priority}>", text, flags=re.MULTILINE)
         write_line(2, text)
 
     def typed(self, text: str) -> str:
@@ -16416,6 +16533,9 @@ def run_command_line(arguments: list[str]) -> int:
         app.console.letter(str(error), error.exit_code)
         return error.exit_code
     except OSError as error:
+        if {"--help", "--version"} & set(arguments):  # which click writes by itself
+            app.console.letter(str(OutputRefused(error)), ExitCode.FAILED)
+            return ExitCode.FAILED
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
         what = (
@@ -16428,6 +16548,7 @@ def run_command_line(arguments: list[str]) -> int:
 
 def main() -> NoReturn:
     """Run the command line and leave by os._exit: a held lock is never given back on the way."""
+    occupy_standard_descriptors()
     code, names = int(ExitCode.FAILED), [parts.name for parts in COMMANDS]
     if next((word for word in sys.argv[1:] if word in names), "") in ("run", "resume", "drain"):
         block_stops()  # a stop that comes this early is counted too
