@@ -11261,6 +11261,18 @@ def rolled_back_text(ledger: Ledger, run: Run) -> str:
     return "".join(f"rolled back to batch {r.rollback_to} by run {r.id}" for r in undone[-1:])
 
 
+def is_going_on(ledger: Ledger, run: Run, host: Host) -> bool:
+    """Tell whether a living process owns a run, or keeps it until it is well."""
+    return any(map(host.is_alive, owners_of(run, ledger.last_attempt(run))))
+
+
+def owners_of(run: Run, attempt: Attempt | None) -> list[ProcessIdentity]:
+    """Return the recorded owners of a run: supervisor and worker; none of one that rests."""
+    if attempt is None or not (run.state in OWNED or run.checks_at):
+        return []
+    return [process for process in (attempt.supervisor, attempt.worker) if process]
+
+
 def never_run(job: str) -> Standing:
     """Return how a job stands that has never run."""
     return Standing(RunState.WAITING, "", f"batchrun run {job}")
@@ -12954,7 +12966,7 @@ class Supervisor:
             return open_log(self._state.log_path(run))
         except StateDirectoryError as error:
             said = f"warning: {error.what} The run goes on; the worker tries again at each commit."
-            self._watcher.say(said)
+            self._ledger.note(self._who, SAID, said, run=run)
             return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     def _watch(self, worker: WorkerProcess, run: Run) -> None:
@@ -14424,6 +14436,77 @@ def render_cleanup(cleanup: dict[str, Any]) -> str:
     return f"  {cleanup['id']}  {cleanup['call']}  {done}{took}{why}"
 
 
+# -- a run's log -----------------------------------------------------------------------------------
+
+
+class LogLine(NamedTuple):
+    """One line of a run's log, or an event of the run as one."""
+
+    at: str  # UTC, milliseconds; of a line without time, that of the line before
+    level: str  # a key of LEVELS, or the job's own
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.at} {self.level:<7} {self.text}"
+
+
+# `OUT` and `ERR` is what was printed; a level that is not named here counts as INFO.
+LEVELS = {"DEBUG": 10, "OUT": 20, "INFO": 20, "ERR": 30, "WARNING": 30, "ERROR": 40, "CRITICAL": 50}
+LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) ([A-Z]+) (.*)", re.DOTALL)
+WARNED_OF = ("failed", "interrupted", "awaiting", "refused", LEAK)
+
+
+def event_line(event: Event) -> LogLine:
+    """Return an event as a line of the log: said by batchrun."""
+    words = event.why if event.what.startswith(SAID) else ": ".join((event.what, event.why))
+    level = "WARNING" if event.what.startswith(WARNED_OF) else "INFO"
+    return LogLine(event.at, level, f"batchrun: {' '.join(words.split()).removesuffix(':')}")
+
+
+class LogFile:
+    """A run's log, read as it grows, also where it is moved, removed, made anew or cut short."""
+
+    def __init__(self, path: Path, begins: str) -> None:
+        self._path, self._file, self._rest = path, cast("IO[bytes] | None", None), b""
+        self._last = LogLine(begins, "INFO", "")
+
+    def new_lines(self, *, to_end: bool) -> Iterator[LogLine]:
+        """Yield what was written since the last time; `to_end`: a line that is not ended too."""
+        if self._file is not None:
+            yield from self._lines(to_end=to_end or not self._is_there(self._file))
+        if self._file is None or not self._is_there(self._file):
+            self.close()
+            with contextlib.suppress(OSError):
+                self._file = os.fdopen(os.open(self._path, READ_PLAIN), "rb")
+                yield from self._lines(to_end=to_end)
+
+    def close(self) -> None:
+        """Close the file; the next look opens it anew, from its beginning."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._rest = None, b""
+
+    def _is_there(self, file: IO[bytes]) -> bool:
+        with contextlib.suppress(OSError):
+            found, mine = self._path.lstat(), os.fstat(file.fileno())
+            return os.path.samestat(found, mine) and found.st_size >= file.tell()
+        return False
+
+    def _lines(self, *, to_end: bool) -> Iterator[LogLine]:
+        for piece in cast("IO[bytes]", self._file):
+            self._rest += piece
+            if piece.endswith(b"\n"):
+                yield self._taken()
+        if to_end and self._rest:
+            yield self._taken()
+
+    def _taken(self) -> LogLine:
+        text, self._rest = self._rest.decode(errors="replace").rstrip("\n"), b""
+        stamped = LOG_LINE.fullmatch(text)
+        self._last = LogLine(*stamped.groups()) if stamped else self._last._replace(text=text)
+        return self._last
+
+
 def state_text(summary: dict[str, Any]) -> str:
     """Return a run's state with its reason."""
     return f"{summary['state']} ({summary['reason']})" if summary["reason"] else summary["state"]
@@ -15620,6 +15703,47 @@ def show_report(
     return ExitCode.DONE
 
 
+FOLLOW_EVERY_S = 0.25
+
+
+@command(
+    "Every day",
+    word("run"),
+    word("-f", "--follow", is_flag=True, help="Go on until the run stops, or Ctrl-C."),
+    word("--level", default="DEBUG", metavar="LEVEL", help="No lower ones: INFO, WARNING, ERROR."),
+    word("--since", metavar="2h|TIME", help="Nothing older."),
+    exits=[ExitCode.NOT_FOUND],
+)
+def logs_command(app: App, *, run: str, follow: bool, level: str, since: str | None) -> ExitCode:
+    """Show what a run's job logged and printed, and what batchrun did, in order."""
+    if (least := LEVELS.get(level.upper())) is None:
+        raise ConfigurationError(f"--level {level!r} is none of {', '.join(LEVELS)}.")
+    after = parse_past(since, app.host.now()) if since else ""
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+        for line in log_lines(app, run, follow=follow):
+            if line.at >= after and LEVELS.get(line.level, LEVELS["INFO"]) >= least:
+                app.console.write(str(line), {"type": "log", **line._asdict()})
+    return ExitCode.DONE
+
+
+def log_lines(app: App, name: str, *, follow: bool) -> Iterator[LogLine]:
+    """Yield the lines of a run's log and its events, ordered by their time at each look."""
+    import heapq
+
+    log, seen, goes_on = None, 0, True
+    while goes_on:
+        with app.ledger(write=False) as ledger:  # never kept open: that would keep the WAL
+            run = app.find_run(ledger, name)
+            events = ledger.events(run, after=seen)
+            goes_on = follow and is_going_on(ledger, run, app.host)
+        name, seen = run.id, events[-1].id if events else seen
+        log = log or LogFile(app.state.log_path(run), run.created_at)
+        lines = log.new_lines(to_end=not goes_on)
+        yield from heapq.merge(map(event_line, events), lines, key=attrgetter("at"))
+        if goes_on:
+            app.host.sleep(FOLLOW_EVERY_S)
+
+
 def report_drain(app: App, number: int | None) -> ExitCode:
     """Tell what became of the runs that a barrier found, by default the newest one's drain."""
     with app.ledger(write=False) as ledger:
@@ -15780,7 +15904,23 @@ def parse_until(text: str, now: str) -> str:
     if moment <= begun:
         what = f"--until {text!r} has passed."
         raise ConfigurationError(what, unchanged="Nothing was changed.")
+    return utc_of(moment)
+
+
+def utc_of(moment: datetime) -> str:
+    """Return a moment as UTC text."""
     return utc_text(int(moment.timestamp() * 1000) * 1_000_000)
+
+
+def parse_past(text: str, now: str) -> str:
+    """Return a moment in the past as UTC text: "2h" ago, or a moment, local without a zone."""
+    try:
+        return utc_of(datetime.fromisoformat(now) - timedelta(seconds=parse_duration(text)))
+    except (ValueError, OverflowError):
+        with contextlib.suppress(ValueError, OverflowError):
+            return utc_of(datetime.fromisoformat(text).astimezone())
+    what = f"--since {text!r} is neither a duration nor a moment."
+    raise ConfigurationError(what, todo="Write: --since 2h, or --since 2026-01-31T17:30")
 
 
 @command(
