@@ -1038,11 +1038,16 @@ class Host:
         except (ValueError, OSError):
             return False
 
-    def terminal_columns(self) -> int:
-        """Return the width of the terminal that is stderr; 0 if it is none that can be drawn on."""
-        if not os.isatty(2) or os.environ.get("TERM") == "dumb":
-            return 0
-        return os.get_terminal_size(2).columns or 80
+    def terminal_columns(self, descriptor: int = 2) -> int:
+        """Return the width of a terminal, by default stderr; 0 if it is none to be drawn on."""
+        return self.terminal_size(descriptor)[0]
+
+    def terminal_size(self, descriptor: int) -> tuple[int, int]:
+        """Return columns and lines of a terminal; zeros if it is none that can be drawn on."""
+        if not os.isatty(descriptor) or os.environ.get("TERM") == "dumb":
+            return 0, 0
+        size = os.get_terminal_size(descriptor)
+        return size.columns or 80, size.lines or 24
 
     def become_subreaper(self) -> None:
         """Inherit the orphans of our descendants, so that none outlives us unseen."""
@@ -4035,6 +4040,26 @@ class Ledger:
             " AND kind = 'batch' ORDER BY number DESC LIMIT ?) HAVING count(*)"
         )
         return next(iter(self._rows(sql, run.key, newest)), None)
+
+    def rate(self, run: Run, newest: int = 20) -> float:
+        """Return the records a second of an attempt's newest batches, from commit to commit."""
+        sql = (
+            "SELECT read, at FROM batch WHERE run = ? AND generation = ? AND kind = 'batch'"
+            " ORDER BY number DESC LIMIT ?"
+        )
+        rows = self._rows(sql, run.key, run.generation, newest + 1)
+        took_s = seconds_between(rows[-1][1], rows[0][1]) if rows else 0.0
+        return sum(read for read, _ in rows[:-1]) / took_s if took_s > 0 else 0.0
+
+    def operations(self, run: Run) -> dict[str, int]:
+        """Return how many operations of a run had which outcome; `open`: none is known yet."""
+        sql = "SELECT coalesce(outcome, 'open'), count(*) FROM operation WHERE run = ? GROUP BY 1"
+        return dict(self._rows(sql, run.key))
+
+    def reject_states(self, run: Run) -> dict[str, int]:
+        """Return how many rejects of a run are open, dropped, retried."""
+        sql = "SELECT state, count(*) FROM reject WHERE run = ? AND confirmed GROUP BY 1"
+        return dict(self._rows(sql, run.key))
 
     def barrier_of(self, drain: Drain) -> Barrier:
         """Return the barrier that a drain belongs to."""
@@ -10791,18 +10816,23 @@ def rehearsal(
     the jobs' files and tries their converters on the stored cursors; changes nothing but the
     working directory, which is the config's afterwards.
     """
+    found = (misfit(config, state, ledger, run, versions) for run in ledger.all_unfinished())
+    return [finding for finding in found if finding]
+
+
+def misfit(
+    config: Config, state: StateDirectory, ledger: Ledger, run: Run, versions: Mapping[str, int]
+) -> Finding | None:
+    """Return why an unfinished run could not go on with its job as it is installed now."""
     os.chdir(config.folder)
-    findings = []
-    for run in ledger.all_unfinished():
-        try:
-            stands = standing_checkpoint(ledger, state.store(run.job), run)
-            with contextlib.redirect_stdout(sys.stderr):  # what a job's file prints is no result
-                require_loads(config, run, stands, versions.get(run.job))
-        except BatchrunError as error:
-            what = f"run {run.id} of {run.job} could not go on: {error.what}"
-            todo = error.todo or f"batchrun cancel {run.id}"
-            findings.append(Finding(what, error.why, todo))
-    return findings
+    try:
+        stands = standing_checkpoint(ledger, state.store(run.job), run)
+        with contextlib.redirect_stdout(sys.stderr):  # what a job's file prints is no result
+            require_loads(config, run, stands, versions.get(run.job))
+    except BatchrunError as error:
+        what = f"run {run.id} of {run.job} could not go on: {error.what}"
+        return Finding(what, error.why, error.todo or f"batchrun cancel {run.id}")
+    return None
 
 
 def standing_checkpoint(ledger: Ledger, store: CheckpointStore, run: Run) -> Checkpoint | None:
@@ -11271,6 +11301,14 @@ def owners_of(run: Run, attempt: Attempt | None) -> list[ProcessIdentity]:
     if attempt is None or not (run.state in OWNED or run.checks_at):
         return []
     return [process for process in (attempt.supervisor, attempt.worker) if process]
+
+
+def closed_standing(stands: Standing, closed: bool) -> Standing:
+    """Return how a run stands whose job may be closed by maintenance: what to type is refused."""
+    if not closed or not stands.todo.startswith(("batchrun run", "batchrun resume")):
+        return stands
+    why = f"{stands.why}\nMaintenance is on and closes the job: nothing of it starts.".strip()
+    return stands._replace(why=why, todo=f"batchrun maintenance off && {stands.todo}")
 
 
 def never_run(job: str) -> Standing:
@@ -14130,8 +14168,10 @@ def summarise_job(
     refused: int,
     stuck: Sequence[Finding] = (),
     leaks: Sequence[str] = (),
+    rate: float = 0.0,
 ) -> dict[str, Any]:
-    """Return how a job stands as one JSON document."""
+    """Return how a job stands as one JSON document; `rate`: records a second of one that runs."""
+    left = max(0, run.expected - run.read) / rate if run and run.expected and rate else None
     return {
         "job": job,
         "run": run and run.id,
@@ -14141,6 +14181,9 @@ def summarise_job(
         "since": run and run.changed_at,
         "read": run and run.read,
         "expected": run and run.expected,
+        "batches": run and run.batches,
+        "records_per_s": round(rate, 1),
+        "left_s": left and round(left, 1),
         "last_success": success and success.ended_at,
         "refused_since_success": refused,
         "error": run and run.error,
@@ -14322,22 +14365,81 @@ def render_drained(run: dict[str, Any], *, ended: bool) -> str:
     return f"  {run['stands']:<11} {run['job']}: {where}{by}{todo}"
 
 
-def render_status(jobs: list[dict[str, Any]], now: str) -> str:
-    """Return a table of jobs as text, and below it what to type for those that are not done."""
-    rows = [["job", "state", "for", "records", "last success", "skipped"]]
-    for job in jobs:
-        success = f"{age_text(job['last_success'], now)} ago" if job["last_success"] else "-"
-        skipped = str(job["refused_since_success"] or "-")
-        times = age_text(job["since"], now), of_all_text(job), success
-        rows.append([job["job"], state_text(job), *times, skipped])
+# Columns of the table of jobs, in the order in which a narrow terminal does without them.
+NARROWED = ("batches", "of", "skipped", "rate", "done", "success", "left")
+NOTHING_TO_DO = ("batchrun report", "batchrun pause")
+
+
+def render_status(jobs: list[dict[str, Any]], now: str, columns: int = 0) -> str:
+    """Return a table of jobs as text, and below it what to type for those that need it.
+
+    `!` stands before a job that needs someone. `columns`: the width of the terminal, 0 if none.
+    """
+    head = "job state for batches records of done rate left success skipped"
+    table = fit_table([head.split(), *(status_row(job, now) for job in jobs)], columns)
     deferred = [
         f"deferred: {job['job']}, for {age_text(job['deferred_since'], now)}"
         for job in jobs
         if job["deferred_since"]
     ]
-    todos = [f"to type: {job['next']}" for job in jobs if " report " not in job["next"]]
+    todos = []
+    for job in sorted(jobs, key=itemgetter("needs_someone"), reverse=True):
+        which = f" for {job['job']}" * (len(jobs) > 1)
+        todos += [f"to type{which}: {job['next']}"] * (not job["next"].startswith(NOTHING_TO_DO))
     stuck = [line for job in jobs for line in render_stuck(job)]
-    return "\n".join([render_table(rows), *deferred, *todos, *stuck])
+    return "\n".join([table, *deferred, *todos, *stuck])
+
+
+def status_row(job: dict[str, Any], now: str) -> list[str]:
+    """Return the cells of a job in the table; `-` stands for nothing."""
+    read, expected, success = job["read"], job["expected"], job["last_success"]
+    return [
+        "! " * job["needs_someone"] + job["job"],
+        state_text(job),
+        age_text(job["since"], now),
+        f"{job['batches'] or 0:,}" if job["run"] else "-",
+        "-" if read is None else f"{read:,}",
+        f"{expected:,}" if expected else "-",
+        f"{min(1.0, read / expected):.0%}" if expected else "-",
+        f"{job['records_per_s']:,.0f}/s" if job["records_per_s"] else "-",
+        duration_text(job["left_s"]) if job["left_s"] is not None else "-",
+        f"{age_text(success, now)} ago" if success else "-",
+        str(job["refused_since_success"] or "-"),
+    ]
+
+
+def fit_table(rows: list[list[str]], columns: int) -> str:
+    """Return a table that fits: without columns that say nothing, then without NARROWED ones.
+
+    What is still too wide is cut, the first column first.
+    """
+    kept = [each for each in zip(*rows, strict=True) if {*each[1:]} != {"-"} or each[0] == "state"]
+    for name in NARROWED:
+        if columns and table_width(kept) > columns:
+            kept = [each for each in kept if each[0] != name]
+    if columns and (excess := table_width(kept) - columns) > 0:
+        longest = max(12, max(map(len, kept[0])) - excess)
+        kept[0] = tuple(cut(cell, longest) for cell in kept[0])
+    lines = render_table([list(row) for row in zip(*kept, strict=True)]).split("\n")
+    return "\n".join(cut(line, columns) if columns else line for line in lines)
+
+
+def table_width(columns: Sequence[Sequence[str]]) -> int:
+    """Return how wide `render_table` makes these columns."""
+    return sum(max(map(len, column)) + 2 for column in columns) - 2
+
+
+def cut(text: str, columns: int) -> str:
+    """Return text in so many columns of a terminal, with dots where it was cut."""
+    if text.isascii():
+        return text if len(text) <= columns else text[: max(0, columns - 3)] + "..."[:columns]
+    from unicodedata import combining, east_asian_width
+
+    widths = [0 if combining(c) else 1 + (east_asian_width(c) in "WF") for c in text]
+    if sum(widths) <= columns:
+        return text
+    ends = [end for end in range(len(text)) if sum(widths[:end]) <= columns - 3]
+    return text[: max(ends, default=0)] + "..."[:columns]
 
 
 def render_stuck(job: dict[str, Any]) -> list[str]:
@@ -14352,21 +14454,107 @@ def age_text(at: str | None, now: str) -> str:
     return duration_text(max(0.0, seconds_between(at, now)))
 
 
-def render_one_status(job: dict[str, Any]) -> str:
-    """Return how one job stands: what the table says, why, and the line to type."""
+def render_one_status(job: dict[str, Any], now: str) -> str:
+    """Return how one job stands, on one screen: what is known, why, and the line to type."""
     since = f" since {moment_text(job['since'])}" if job["since"] else ""
     lines = [f"{job['job']}: {state_text(job)}{since}"]
     if job["run"]:
-        undoes = f", a rollback of run {job['rollback_of']}" * bool(job["rollback_of"])
-        lines.append(f"  run           {job['run']}{undoes}")
-        lines.append(f"  records       {of_all_text(job)}")
+        lines += [f"  {name:<12}  {line}" for name, line in about_run(job, now)]
     lines.append(f"  last success  {moment_text(job['last_success'])}")
     lines.append(f"  skipped       {job['refused_since_success']} starts since")
     lines += [f"  leak          {line}" for line in job["leaks"]]
     if job["paused_s"]:
         lines.append(f"  paused        {duration_text(job['paused_s'])} by health")
     lines += [f"  why           {line}" for line in job["why"].splitlines()]
-    return "\n".join([*lines, f"to type: {job['next']}", *render_stuck(job)])
+    return "\n".join([*lines, *render_stuck(job), f"to type: {job['next']}"])
+
+
+def about_run(job: dict[str, Any], now: str) -> Iterator[tuple[str, str]]:
+    """Yield what is known of a job's run, line by line: its name and its words."""
+    about = job["about"]
+    undoes = f", a rollback of run {job['rollback_of']}" * bool(job["rollback_of"])
+    yield "run", job["run"] + undoes + f", owned by {about['owners']}" * bool(about["owners"])
+    yield "records", ", ".join([of_all_text(job), *speed_text(job)])
+    if about["last_commit"]:
+        times = (f"{about[name]:.2f} s" for name in ("batch_median_s", "batch_p95_s"))
+        words = "median {}, 95th percentile {}".format(*times) if about["batch_median_s"] else "-"
+        ago = age_text(about["last_commit"], now)
+        yield "batches", f"{job['batches']:,}, newest commit {ago} ago, {words}"
+        yield "loops", about["course"]
+    earlier = len(about["attempts"]) - ATTEMPTS_SHOWN
+    for number, attempt in enumerate(about["attempts"][-ATTEMPTS_SHOWN:]):
+        more = f"  ({earlier:,} earlier ones)" * (number == 0 and earlier > 0)
+        yield "attempt", f"{render_attempt(attempt)[0].strip()}{more}"
+    if about["reading"]:
+        yield "reading", f"{reading_text(about['reading'])}, {ago_text(about['reading'], now)}"
+    if check := about["health_check"]:
+        factors = ", ".join(f"{name} {check[name]}" for name in FACTORS)
+        yield "health", f"{check['verdict']}: {factors}, {ago_text(check, now)}"
+    for name in ("operations", "rejects", "cleanups"):
+        if about[name]:
+            yield name, ", ".join(f"{count:,} {state}" for state, count in about[name].items())
+
+
+ATTEMPTS_SHOWN = 4
+
+
+def ago_text(row: Mapping[str, Any], now: str) -> str:
+    """Return how long ago a row was made."""
+    return f"{age_text(row['at'], now)} ago"
+
+
+def speed_text(job: dict[str, Any]) -> list[str]:
+    """Return how fast a job goes on, and what time is left, as far as that is known."""
+    speed = [f"{job['records_per_s']:,.0f}/s"] * bool(job["records_per_s"])
+    return speed + [f"{duration_text(job['left_s'] or 0)} left"] * (job["left_s"] is not None)
+
+
+def reading_text(reading: Mapping[str, Any]) -> str:
+    """Return what a sample saw, as far as it could be seen."""
+    words = []
+    if reading["rss_bytes"] is not None:
+        words.append(f"{size_text(reading['rss_bytes'])} of memory used")
+    if reading["available_bytes"] is not None:
+        where = f"({reading['limit_source']})"
+        words.append(f"{size_text(reading['available_bytes'])} available {where}")
+    counts = ("connections", "open_files", "threads", "children")
+    words += [f"{reading[n]} {n.replace('_', ' ')}" for n in counts if reading[n]]
+    return ", ".join(words) or "nothing could be seen"
+
+
+def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
+    """Return what the page about one run has beyond its line in the table."""
+    attempts, times = ledger.attempts(run), ledger.batch_times(run)
+    last = ledger.commit_row(run, run.number)
+    owners = [p for p in owners_of(run, attempts[-1] if attempts else None) if host.is_alive(p)]
+    cleanups = ledger.cleanups(run)
+    pending = sum(cleanup.done_at is None for cleanup in cleanups)
+    counted = {"done": len(cleanups) - pending, "PENDING": pending}
+    reading, check = ledger.readings(run, 1), ledger.health_checks(run, 1)
+    return {
+        "owners": processes_text(owners, host) if owners else "",
+        "attempts": [attempt._asdict() for attempt in attempts],
+        "last_commit": last and last.at,
+        "batch_median_s": times[len(times) // 2] if times else None,
+        "batch_p95_s": times[int(len(times) * 0.95)] if times else None,
+        "course": course_text(run, last),
+        "reading": reading[0]._asdict() if reading else None,
+        "health_check": check[0]._asdict() if check else None,
+        "operations": ledger.operations(run),
+        "rejects": ledger.reject_states(run) if run.rejected else {},
+        "cleanups": {state: count for state, count in counted.items() if count},
+    }
+
+
+def course_text(run: Run, last: BatchRow | None) -> str:
+    """Return which loops and steps a run has done, and where it is."""
+    if last is None or run.checkpoint is None:
+        return ""
+    passed = parse_checkpoint(run.checkpoint)[0].passed
+    done = [f"{kind} {name} done" for kind, name, *_ in passed]
+    here = f"{last.kind} {last.loop}" if last.kind != "batch" else f"loop {last.loop}"
+    at = f"now {here} after {mask_secrets(one_line(last.cursor))}"
+    return ", ".join([*done, *([at] if last.kind == "batch" and not run.finished else [])])
 
 
 def render_report(summary: dict[str, Any]) -> str:
@@ -15604,37 +15792,87 @@ def tick(app: App) -> ExitCode:
     return worst_of(codes)
 
 
-@command("Every day", word("name", required=False), exits=(ExitCode.FINDINGS, ExitCode.NOT_FOUND))
-def status_command(app: App, *, name: str | None) -> ExitCode:
+@command(
+    "Every day",
+    word("name", required=False, metavar="[RUN|JOB]"),
+    word("--watch", is_flag=True, help="Draw it anew each second, on a terminal, until q."),
+    exits=(ExitCode.FINDINGS, ExitCode.NOT_FOUND),
+)
+def status_command(app: App, *, name: str | None, watch: bool) -> ExitCode:
     """Show how jobs stand, why, and what to type next."""
-    jobs = []
+    if watch:
+        return watch_status(app, name)
+    said, document = status_of(app, name)
+    now, columns = app.host.now(), app.host.terminal_columns(1)
+    jobs, maintenance = document["jobs"], document["maintenance"]
+    text = render_one_status(jobs[0], now) if name else render_status(jobs, now, columns)
+    for job in jobs:
+        job["next"] = app.console.typed(job["next"])
+    app.console.result("\n".join([*said, text]), document)
+    needs_someone = any(job["needs_someone"] for job in jobs)
+    is_overdue = maintenance is not None and maintenance["overdue"]
+    return ExitCode.FINDINGS if needs_someone or is_overdue else ExitCode.DONE
+
+
+def status_of(app: App, name: str | None) -> tuple[list[str], dict[str, Any]]:
+    """Return what is to be said before all else, and how jobs stand, as one JSON document."""
+    lockfile = app.state.maintenance.find()
     with app.ledger(write=False) as ledger:
-        for each in [name] if name else app.config.jobs:
-            is_job = each in app.config.jobs
-            run = ledger.latest(each) if is_job else app.find_run(ledger, each)
-            job = run.job if run else each
-            stands = standing(ledger, run, app.host) if run else never_run(job)
-            refused = ledger.refused_since_success(job)
-            found = [c for c in ledger.stuck_cleanups() if c.job == job]
-            stuck = [stuck_cleanup(ledger, cleanup) for cleanup in found]
-            leaks = [event.why for event in ledger.events(run, what=LEAK)] if run else []
-            success = ledger.last_success(job)
-            jobs.append(summarise_job(job, run, stands, success, refused, stuck, leaks))
+        stuck = ledger.stuck_cleanups()
+        each = [name] if name else app.config.jobs
+        jobs = [stand(app, ledger, one, lockfile, stuck, alone=bool(name)) for one in each]
         barrier = ledger.barrier()
         drain = ledger.drain_of(barrier)
-    lockfile = app.state.maintenance.find()
-    text = render_one_status(jobs[0]) if name else render_status(jobs, app.host.now())
     said = render_lockfile(lockfile, app.host.now()) if lockfile else []
     said += [drain_text(drain, barrier)] if drain and barrier and lockfile else []
     said += [warning] if (warning := app.state.warning()) else []
-    for each_job in jobs:
-        each_job["next"] = app.console.typed(each_job["next"])
     document = {"jobs": jobs, "maintenance": lockfile and lockfile._asdict(), "warning": warning}
-    document["drain"] = drain and drain._asdict()
-    app.console.result("\n".join([*said, text]), document)
-    needs_someone = any(each_job["needs_someone"] for each_job in jobs)
-    is_overdue = lockfile is not None and lockfile.overdue
-    return ExitCode.FINDINGS if needs_someone or is_overdue else ExitCode.DONE
+    return said, {**document, "drain": drain and drain._asdict()}
+
+
+def stand(
+    app: App,
+    ledger: Ledger,
+    name: str,
+    lockfile: Lockfile | None,
+    stuck: list[Cleanup],
+    *,
+    alone: bool,
+) -> dict[str, Any]:
+    """Return how one job, or a run by its id, stands; `alone`: all that fits on a screen."""
+    run = ledger.latest(name) if name in app.config.jobs else app.find_run(ledger, name)
+    job = run.job if run else name
+    stands = standing(ledger, run, app.host) if run else never_run(job)
+    if alone and run and not run.finished and not is_going_on(ledger, run, app.host):
+        stands = drifted(app, ledger, run, stands)
+    tags = app.config.jobs[job].tags if job in app.config.jobs else ()
+    closed = lockfile is not None and closes(lockfile.scopes, job, tags)
+    found = [stuck_cleanup(ledger, cleanup) for cleanup in stuck if cleanup.job == job]
+    leaks = [event.why for event in ledger.events(run, what=LEAK)] if run and alone else []
+    rate = ledger.rate(run) if run and run.state in OWNED else 0.0
+    numbers = ledger.last_success(job), ledger.refused_since_success(job)
+    made = summarise_job(job, run, closed_standing(stands, closed), *numbers, found, leaks, rate)
+    return {**made, "about": summarise_about(ledger, run, app.host)} if run and alone else made
+
+
+def drifted(app: App, ledger: Ledger, run: Run, stands: Standing) -> Standing:
+    """Return how an idle run stands, with what would keep it from going on.
+
+    Its job's file is imported to know that, if it is this user's own.
+    """
+    why = [stands.why]
+    with contextlib.suppress(OSError):
+        if holders := JobLock(app.state.lock_path(run.job)).owners(app.host):
+            why.append(f"The job's lock is held by pid {', '.join(map(str, holders))}.")
+    finding = None
+    if run.job in app.config.jobs and app.state.path.stat().st_uid == os.geteuid():
+        app.require_trusted()
+        sys.dont_write_bytecode = True
+        finding = misfit(app.config, app.state, ledger, run, {})
+    if finding is None:
+        return stands._replace(why="\n".join(filter(None, why)))
+    why += [finding.what, finding.why]
+    return stands._replace(why="\n".join(filter(None, why)), needs_someone=True)
 
 
 @command(
