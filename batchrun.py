@@ -360,7 +360,9 @@ class OutputRefused(BatchrunError):
 
     def __init__(self, error: OSError) -> None:
         what = f"Standard output cannot be written: {error.strerror}."
-        super().__init__(what, unchanged="What the command was to do is done; only its words are lost.")
+        super().__init__(
+            what, unchanged="What the command was to do is done; only its words are lost."
+        )
 
 
 class IllegalTransition(BatchrunError):
@@ -10816,11 +10818,11 @@ def rehearsal(
     the jobs' files and tries their converters on the stored cursors; changes nothing but the
     working directory, which is the config's afterwards.
     """
-    found = (misfit(config, state, ledger, run, versions) for run in ledger.all_unfinished())
+    found = (cannot_go_on(config, state, ledger, run, versions) for run in ledger.all_unfinished())
     return [finding for finding in found if finding]
 
 
-def misfit(
+def cannot_go_on(
     config: Config, state: StateDirectory, ledger: Ledger, run: Run, versions: Mapping[str, int]
 ) -> Finding | None:
     """Return why an unfinished run could not go on with its job as it is installed now."""
@@ -11303,7 +11305,7 @@ def owners_of(run: Run, attempt: Attempt | None) -> list[ProcessIdentity]:
     return [process for process in (attempt.supervisor, attempt.worker) if process]
 
 
-def closed_standing(stands: Standing, closed: bool) -> Standing:
+def closed_standing(stands: Standing, *, closed: bool) -> Standing:
     """Return how a run stands whose job may be closed by maintenance: what to type is refused."""
     if not closed or not stands.todo.startswith(("batchrun run", "batchrun resume")):
         return stands
@@ -11634,7 +11636,7 @@ class Worker:
         reason, held = self.gate.reason_to_stop(), self.gate.outgrown_bytes
         if reason or not held:
             return AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, reason or Reason.STOP)
-        what = f"The worker held {megabytes(held)}, more than recycle_above."
+        what = f"The worker held {size_text(held)}, more than recycle_above."
         return AttemptEnd(Ending.RECYCLED, ExitCode.STOPPED, error=what)
 
     def _may_retry(self, error: BaseException) -> tuple[int, str]:
@@ -11807,8 +11809,7 @@ class Worker:
         except BaseException:
             self._store.discard(temporary)
             raise
-        if self.log_path is not None:
-            keep_log(self.log_path)
+        keep_log(self.log_path)
         course.move_to(checkpoint, digest)
         self._armed, self._size = link.following or "", size
         if 0 < self._job_config.recycle_above_bytes < gauges["rss_bytes"]:
@@ -12119,11 +12120,6 @@ def letter_text(end: AttemptEnd | Attempt) -> str:
     return "\n".join(part for part in (end.error, end.unchanged, end.todo) if part)
 
 
-def megabytes(size: int) -> str:
-    """Return a size in bytes for people, `512 MB`."""
-    return f"{size / 1_000_000:,.0f} MB"
-
-
 def log_traceback(error: BaseException) -> None:
     """Write a traceback to standard error, which is a worker's log."""
     import traceback  # only when something went wrong
@@ -12170,13 +12166,15 @@ def print_to_log(host: Host) -> None:
 
     A line that was begun is written when it is ended, or flushed.
     """
-    how = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": True}
+    how: Any = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": True}
     sys.stdout = io.TextIOWrapper(cast("Any", LogStream("OUT", host)), **how)
     sys.stderr = io.TextIOWrapper(cast("Any", LogStream("ERR", host)), **how)
 
 
-def keep_log(path: Path) -> None:
+def keep_log(path: Path | None) -> None:
     """Go on in a new log if a worker's was moved or removed; without one if it cannot be made."""
+    if path is None:
+        return
     with contextlib.suppress(OSError, StateDirectoryError):
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(2), path.lstat()):
@@ -13428,7 +13426,7 @@ class WorkerProcess:
 
     def _went_away(self) -> str:
         """Return how the worker died, with its peak of memory."""
-        peak = f"peak {megabytes(self.peak_rss_bytes)}"
+        peak = f"peak {size_text(self.peak_rss_bytes)}"
         if self._exit >= 0:
             return f"The worker left with exit code {self._exit} and no ending ({peak})"
         names = {number.value: number.name for number in signal.Signals}
@@ -14488,8 +14486,8 @@ def about_run(job: dict[str, Any], now: str) -> Iterator[tuple[str, str]]:
     if about["reading"]:
         yield "reading", f"{reading_text(about['reading'])}, {ago_text(about['reading'], now)}"
     if check := about["health_check"]:
-        factors = ", ".join(f"{name} {check[name]}" for name in FACTORS)
-        yield "health", f"{check['verdict']}: {factors}, {ago_text(check, now)}"
+        yield "health", f"{check['verdict']}, {ago_text(check, now)}"
+        yield from ((name, check[name]) for name in FACTORS)
     for name in ("operations", "rejects", "cleanups"):
         if about[name]:
             yield name, ", ".join(f"{count:,} {state}" for state, count in about[name].items())
@@ -14520,6 +14518,52 @@ def reading_text(reading: Mapping[str, Any]) -> str:
     counts = ("connections", "open_files", "threads", "children")
     words += [f"{reading[n]} {n.replace('_', ' ')}" for n in counts if reading[n]]
     return ", ".join(words) or "nothing could be seen"
+
+
+LIVE_ROWS = 60  # of the newest readings and events
+BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
+
+
+def summarise_live(ledger: Ledger, run: Run) -> dict[str, Any]:
+    """Return what the live view of a run has beyond its page."""
+    events = ledger.events(run, after=max(0, ledger.newest_event() - 10 * LIVE_ROWS))
+    readings = ledger.readings(run, LIVE_ROWS)
+    gauges = "rss_bytes", "connections"
+    return {
+        "events": [f"{event_line(event)}" for event in events[-LIVE_ROWS:]],
+        **{gauge: [getattr(reading, gauge) for reading in readings] for gauge in gauges},
+    }
+
+
+def render_live(job: dict[str, Any], now: str, columns: int, bars: str) -> list[str]:
+    """Return the live view of one job: how far, how fast, how well, and what happened last."""
+    width = max(8, columns - 32)
+    lines = [f"{job['job']}: {state_text(job)} for {age_text(job['since'], now)}", ""]
+    if job["expected"]:
+        done = width * min(job["read"], job["expected"]) // job["expected"]
+        share = min(1.0, job["read"] / job["expected"])
+        lines.append(f"[{'#' * done:-<{width}}] {share:4.0%}  {' '.join(speed_text(job)[1:])}")
+    shown = ("run", "records", "batches", "loops", "reading", "health", *FACTORS, "operations")
+    lines += [f"{name:<13} {line}" for name, line in about_run(job, now) if name in shown]
+    for name, gauge in (("memory", "rss_bytes"), ("connections", "connections")):
+        if values := [value for value in job["live"][gauge][-width:] if value is not None]:
+            most = size_text(max(values)) if gauge == "rss_bytes" else f"{max(values)}"
+            lines.append(f"{name:<13} {sparkline(values, bars)}  at most {most}")
+    lines += [f"{'why':<13} {line}" for line in job["why"].splitlines()]
+    return [*lines, f"to type: {job['next']}"]
+
+
+def sparkline(values: Sequence[float], bars: str) -> str:
+    """Return values as a line of bars, from 0 to the largest of them."""
+    most = max(values) or 1
+    return "".join(bars[round(value / most * (len(bars) - 1))] for value in values)
+
+
+def frame(head: list[str], tail: list[str], columns: int, rows: int) -> list[str]:
+    """Return lines that fit a screen: all of the head, and of the tail the newest."""
+    room = max(0, rows - len(head))
+    lines = [*head, *tail[len(tail) - room :]] if room < len(tail) else [*head, *tail]
+    return [cut(visible(line), columns) for line in lines[:rows]]
 
 
 def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
@@ -14553,7 +14597,7 @@ def course_text(run: Run, last: BatchRow | None) -> str:
     passed = parse_checkpoint(run.checkpoint)[0].passed
     done = [f"{kind} {name} done" for kind, name, *_ in passed]
     here = f"{last.kind} {last.loop}" if last.kind != "batch" else f"loop {last.loop}"
-    at = f"now {here} after {mask_secrets(one_line(last.cursor))}"
+    at = f"now {here} after {mask_secrets(one_line(last.last_key or last.cursor))}"
     return ", ".join([*done, *([at] if last.kind == "batch" and not run.finished else [])])
 
 
@@ -14605,7 +14649,7 @@ def render_attempt(attempt: dict[str, Any]) -> list[str]:
         parts.append(f"commits {first} to {last}" if last >= first else "no commit")
     parts += ["charged as a try"] * attempt["charged"]
     if attempt["peak_rss_bytes"]:
-        parts.append(f"peak {attempt['peak_rss_bytes'] // 1_000_000} MB")
+        parts.append(f"peak {size_text(attempt['peak_rss_bytes'])}")
     began = moment_text(attempt["began_at"])
     lines = [f"  {attempt['generation']}  {began}  {', '.join(parts)}"]
     lines += [f"     {line}" for line in (attempt["error"] or "").splitlines()]
@@ -14646,7 +14690,7 @@ WARNED_OF = ("failed", "interrupted", "awaiting", "refused", LEAK)
 
 def event_line(event: Event) -> LogLine:
     """Return an event as a line of the log: said by batchrun."""
-    words = event.why if event.what.startswith(SAID) else ": ".join((event.what, event.why))
+    words = event.why if event.what.startswith(SAID) else f"{event.what}: {event.why}"
     level = "WARNING" if event.what.startswith(WARNED_OF) else "INFO"
     return LogLine(event.at, level, f"batchrun: {' '.join(words.split()).removesuffix(':')}")
 
@@ -15814,13 +15858,96 @@ def status_command(app: App, *, name: str | None, watch: bool) -> ExitCode:
     return ExitCode.FINDINGS if needs_someone or is_overdue else ExitCode.DONE
 
 
-def status_of(app: App, name: str | None) -> tuple[list[str], dict[str, Any]]:
+DRAW_EVERY_S, LOOK_EVERY_S = 1.0, 0.2
+
+
+class Screen:
+    """A terminal that is drawn on, all of it; given back as it was on every way out."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        import termios
+        import tty
+
+        self._before = termios.tcgetattr(0)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler)
+        tty.setcbreak(0)
+        ways = termios.tcgetattr(0)
+        ways[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell this screen
+        termios.tcsetattr(0, termios.TCSANOW, ways)
+        write_all(1, b"\x1b[?1049h\x1b[?25l")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import termios
+
+        with contextlib.suppress(OSError):
+            write_all(1, b"\x1b[?25h\x1b[?1049l")
+        with contextlib.suppress(termios.error):
+            termios.tcsetattr(0, termios.TCSADRAIN, self._before)
+
+    def draw(self, lines: list[str], encoding: str) -> None:
+        """Put these lines in the place of what is there."""
+        text = "\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J"
+        write_all(1, text.encode(encoding, "replace"))
+
+    def waits(self) -> bool:
+        """Wait until it is to be drawn anew, at once if its size changes; False if it is to end."""
+        import select
+
+        size, until = self._host.terminal_size(1), self._host.monotonic() + DRAW_EVERY_S
+        while self._host.monotonic() < until and size == self._host.terminal_size(1):
+            if select.select([0], [], [], LOOK_EVERY_S)[0]:
+                return os.read(0, 100) not in (b"", b"q", b"Q")
+        return True
+
+
+def watch_status(app: App, name: str | None) -> ExitCode:
+    """Draw how jobs stand until q or Ctrl-C is typed or the terminal is gone; reads only."""
+    words = " ".join(["status", *([name] if name else [])])
+    if app.console.as_json or not (os.isatty(0) and app.host.terminal_columns(1)):
+        what = "status --watch draws on a terminal, and here is none (or TERM is dumb, or --json)."
+        raise ConfigurationError(what, todo=f"Type: batchrun {words}")
+    encoding = sys.stdout.encoding or "ascii"
+    bars = PLAIN_BARS if "█".encode(encoding, "ignore") == b"" else BARS
+    status_of(app, name)  # what is wrong is told before the screen is taken
+    with contextlib.suppress(KeyboardInterrupt, OSError), Screen(app.host) as screen:
+        goes_on = True
+        while goes_on:
+            columns, rows = app.host.terminal_size(1)
+            screen.draw(live_view(app, name, columns, rows, bars), encoding)
+            goes_on = screen.waits()
+    return ExitCode.DONE
+
+
+def live_view(app: App, name: str | None, columns: int, rows: int, bars: str) -> list[str]:
+    """Return what the screen shows now, line by line."""
+    now, tail = app.host.now(), list[str]()
+    said, document = status_of(app, name, live=True)
+    head = [f"{now[:10]} {now[11:19]}Z  q quits", *said, ""]
+    if name and (job := document["jobs"][0])["run"]:
+        tail = ["", *job["live"]["events"]]
+        head += render_live(job, now, columns, bars)
+    else:
+        head += render_status(document["jobs"], now, columns).splitlines()
+    return frame(list(map(app.console.typed, head)), tail, columns, rows)
+
+
+def status_of(
+    app: App, name: str | None, *, live: bool = False
+) -> tuple[list[str], dict[str, Any]]:
     """Return what is to be said before all else, and how jobs stand, as one JSON document."""
     lockfile = app.state.maintenance.find()
     with app.ledger(write=False) as ledger:
         stuck = ledger.stuck_cleanups()
         each = [name] if name else app.config.jobs
-        jobs = [stand(app, ledger, one, lockfile, stuck, alone=bool(name)) for one in each]
+        jobs = [
+            stand(app, ledger, one, lockfile, stuck, alone=bool(name), live=live) for one in each
+        ]
         barrier = ledger.barrier()
         drain = ledger.drain_of(barrier)
     said = render_lockfile(lockfile, app.host.now()) if lockfile else []
@@ -15838,12 +15965,17 @@ def stand(
     stuck: list[Cleanup],
     *,
     alone: bool,
+    live: bool,
 ) -> dict[str, Any]:
-    """Return how one job, or a run by its id, stands; `alone`: all that fits on a screen."""
+    """Return how one job, or a run by its id, stands.
+
+    `alone`: with all that fits on a screen; `live`: again and again, so no job's file is imported.
+    """
     run = ledger.latest(name) if name in app.config.jobs else app.find_run(ledger, name)
     job = run.job if run else name
     stands = standing(ledger, run, app.host) if run else never_run(job)
-    if alone and run and not run.finished and not is_going_on(ledger, run, app.host):
+    idle = run and not run.finished and not is_going_on(ledger, run, app.host)
+    if alone and not live and run and idle:
         stands = drifted(app, ledger, run, stands)
     tags = app.config.jobs[job].tags if job in app.config.jobs else ()
     closed = lockfile is not None and closes(lockfile.scopes, job, tags)
@@ -15851,8 +15983,13 @@ def stand(
     leaks = [event.why for event in ledger.events(run, what=LEAK)] if run and alone else []
     rate = ledger.rate(run) if run and run.state in OWNED else 0.0
     numbers = ledger.last_success(job), ledger.refused_since_success(job)
-    made = summarise_job(job, run, closed_standing(stands, closed), *numbers, found, leaks, rate)
-    return {**made, "about": summarise_about(ledger, run, app.host)} if run and alone else made
+    made = summarise_job(
+        job, run, closed_standing(stands, closed=closed), *numbers, found, leaks, rate
+    )
+    if run and alone:
+        made["about"] = summarise_about(ledger, run, app.host)
+        made["live"] = summarise_live(ledger, run) if live else None
+    return made
 
 
 def drifted(app: App, ledger: Ledger, run: Run, stands: Standing) -> Standing:
@@ -15868,10 +16005,10 @@ def drifted(app: App, ledger: Ledger, run: Run, stands: Standing) -> Standing:
     if run.job in app.config.jobs and app.state.path.stat().st_uid == os.geteuid():
         app.require_trusted()
         sys.dont_write_bytecode = True
-        finding = misfit(app.config, app.state, ledger, run, {})
+        finding = cannot_go_on(app.config, app.state, ledger, run, {})
     if finding is None:
         return stands._replace(why="\n".join(filter(None, why)))
-    why += [finding.what, finding.why]
+    why += [finding.what, finding.why, finding.todo]
     return stands._replace(why="\n".join(filter(None, why)), needs_someone=True)
 
 
@@ -16911,17 +17048,22 @@ def run_command_line(arguments: list[str]) -> int:
         app.console.letter(str(error), error.exit_code)
         return error.exit_code
     except OSError as error:
-        if {"--help", "--version"} & set(arguments):  # which click writes by itself
-            app.console.letter(str(OutputRefused(error)), ExitCode.FAILED)
-            return ExitCode.FAILED
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-        what = (
-            f"{'Disk full' if full else 'The system refused'}: {text}.\nNothing more was changed."
-        )
-        todo = f"Mend that, then start again: {_typed('batchrun', *sys.argv[1:])}"
-        app.console.letter(f"{what}\n{todo}", ExitCode.STATE_DIRECTORY)
-        return ExitCode.STATE_DIRECTORY
+        letter = refused_by_system(error, arguments)
+        app.console.letter(str(letter), letter.exit_code)
+        return letter.exit_code
+
+
+def refused_by_system(error: OSError, arguments: list[str]) -> BatchrunError:
+    """Return what the system refused as a letter."""
+    if {"--help", "--version"} & set(arguments):  # which click writes by itself
+        return OutputRefused(error)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+    return StateDirectoryError(
+        f"{'Disk full' if full else 'The system refused'}: {text}.",
+        unchanged="Nothing more was changed.",
+        todo=f"Mend that, then start again: {_typed('batchrun', *sys.argv[1:])}",
+    )
 
 
 def main() -> NoReturn:
