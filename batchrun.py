@@ -7008,10 +7008,11 @@ class Job:
         self.rollback = rollback
 
     @property
-    def title(self) -> str:
-        """The first line of the function's or module's docstring."""
+    def words(self) -> str:
+        """The function's or module's docstring."""
         module = sys.modules.get(self.function.__module__)
-        return (self.function.__doc__ or (module and module.__doc__) or "").strip().split("\n")[0]
+        text = self.function.__doc__ or (module and module.__doc__) or ""
+        return "\n".join(line.strip() for line in text.strip().split("\n"))
 
     def cursor_from(self, checkpoint: Checkpoint) -> Any:
         """Return a checkpoint's cursor as one of this version, converted if it is an older one's.
@@ -11809,7 +11810,6 @@ class Worker:
         except BaseException:
             self._store.discard(temporary)
             raise
-        keep_log(self.log_path)
         course.move_to(checkpoint, digest)
         self._armed, self._size = link.following or "", size
         if 0 < self._job_config.recycle_above_bytes < gauges["rss_bytes"]:
@@ -12009,7 +12009,8 @@ class Worker:
         return self._ledger.why_halved(self._run) if found else ""
 
     def pass_gate(self) -> None:
-        """Raise `SafeStop` if the attempt is to end at this safe point."""
+        """Raise `SafeStop` if the attempt is to end at this safe point; see to its log."""
+        keep_log(self.log_path)
         self.gate.require_open()
 
     def stop_is_asked(self) -> bool:
@@ -14140,14 +14141,7 @@ def summarise(
     return {
         **{name: value for name, value in run._asdict().items() if name not in NOT_SUMMARISED},
         "exit_code": attempts[-1].exit_code if attempts else None,
-        "attempts": [
-            {
-                **a._asdict(),
-                "supervisor": a.supervisor._asdict(),
-                "worker": a.worker and a.worker._asdict(),
-            }
-            for a in attempts
-        ],
+        "attempts": list(map(summarise_attempt, attempts)),
         "rejects": [summarise_reject(row) for row in rejects if row.run == run.id],
         "cleanups": [{**c._asdict(), "call": mask_secrets(c.call)} for c in cleanups],
         "undoes": undoes,
@@ -14156,6 +14150,12 @@ def summarise(
         ],
         "events": [event._asdict() for event in events],
     }
+
+
+def summarise_attempt(attempt: Attempt) -> dict[str, Any]:
+    """Return an attempt as one JSON document."""
+    supervisor, worker = attempt.supervisor._asdict(), attempt.worker and attempt.worker._asdict()
+    return {**attempt._asdict(), "supervisor": supervisor, "worker": worker}
 
 
 def summarise_job(
@@ -14515,7 +14515,7 @@ def reading_text(reading: Mapping[str, Any]) -> str:
     if reading["available_bytes"] is not None:
         where = f"({reading['limit_source']})"
         words.append(f"{size_text(reading['available_bytes'])} available {where}")
-    counts = ("connections", "open_files", "threads", "children")
+    counts = ("connections", "open_files")
     words += [f"{reading[n]} {n.replace('_', ' ')}" for n in counts if reading[n]]
     return ", ".join(words) or "nothing could be seen"
 
@@ -14546,7 +14546,7 @@ def render_live(job: dict[str, Any], now: str, columns: int, bars: str) -> list[
     shown = ("run", "records", "batches", "loops", "reading", "health", *FACTORS, "operations")
     lines += [f"{name:<13} {line}" for name, line in about_run(job, now) if name in shown]
     for name, gauge in (("memory", "rss_bytes"), ("connections", "connections")):
-        if values := [value for value in job["live"][gauge][-width:] if value is not None]:
+        if any(values := [value or 0 for value in job["live"][gauge][-width:]]):
             most = size_text(max(values)) if gauge == "rss_bytes" else f"{max(values)}"
             lines.append(f"{name:<13} {sparkline(values, bars)}  at most {most}")
     lines += [f"{'why':<13} {line}" for line in job["why"].splitlines()]
@@ -14555,7 +14555,7 @@ def render_live(job: dict[str, Any], now: str, columns: int, bars: str) -> list[
 
 def sparkline(values: Sequence[float], bars: str) -> str:
     """Return values as a line of bars, from 0 to the largest of them."""
-    most = max(values) or 1
+    most = max(values)
     return "".join(bars[round(value / most * (len(bars) - 1))] for value in values)
 
 
@@ -14577,7 +14577,7 @@ def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
     reading, check = ledger.readings(run, 1), ledger.health_checks(run, 1)
     return {
         "owners": processes_text(owners, host) if owners else "",
-        "attempts": [attempt._asdict() for attempt in attempts],
+        "attempts": list(map(summarise_attempt, attempts)),
         "last_commit": last and last.at,
         "batch_median_s": times[len(times) // 2] if times else None,
         "batch_p95_s": times[int(len(times) * 0.95)] if times else None,
@@ -14596,9 +14596,10 @@ def course_text(run: Run, last: BatchRow | None) -> str:
         return ""
     passed = parse_checkpoint(run.checkpoint)[0].passed
     done = [f"{kind} {name} done" for kind, name, *_ in passed]
-    here = f"{last.kind} {last.loop}" if last.kind != "batch" else f"loop {last.loop}"
-    at = f"now {here} after {mask_secrets(one_line(last.last_key or last.cursor))}"
-    return ", ".join([*done, *([at] if last.kind == "batch" and not run.finished else [])])
+    if last.kind == "batch" and not run.finished:
+        known = last.last_key not in (None, "null")
+        done.append(f"now loop {last.loop}" + f" after key {one_line(last.last_key or '')}" * known)
+    return mask_secrets(", ".join(done))
 
 
 def render_report(summary: dict[str, Any]) -> str:
@@ -14666,6 +14667,39 @@ def render_cleanup(cleanup: dict[str, Any]) -> str:
     took = f" in {cleanup['elapsed_s'] * 1000:.1f} ms" if cleanup["elapsed_s"] is not None else ""
     why = f": {cleanup['error']}" if cleanup["error"] else ""
     return f"  {cleanup['id']}  {cleanup['call']}  {done}{took}{why}"
+
+
+def summarise_configured(job_config: JobConfig, folder: Path) -> dict[str, Any]:
+    """Import a configured job and return what it declares; its mistakes are letters."""
+    found = load_job(job_config)
+    found.settings_from(job_config, {}, folder)
+    kinds = _declared(found.settings, job_config.name) if found.settings else {}
+    settings = []
+    for each in _declared_fields(found.settings):
+        default = [mask_secrets(repr(value)) for value in _defaults_of(each)]
+        kind = _type_name(kinds.get(each.name, ""))
+        settings.append(
+            {"name": each.name, "type": kind, "default": default[0] if default else None}
+        )
+    title = found.words.split("\n")[0]
+    return {"version": found.version, "title": title, "words": found.words, "settings": settings}
+
+
+def render_jobs(jobs: list[dict[str, Any]], now: str) -> str:
+    """Return the configured jobs as text: each with what it does, and its settings below it."""
+    lines = []
+    for job in jobs:
+        last = job["last_run"]
+        ran = (
+            f"run {last['run']} {last['state']} {age_text(last['since'], now)} ago" if last else ""
+        )
+        version = f"version {job['version']}" if "version" in job else "CANNOT BE USED"
+        lines.append(f"{job['job']}  {version}, {ran or 'never run'}")
+        lines.append(f"  {job.get('title') or job.get('error') or '-'}")
+        for each in job.get("settings", ()):
+            default = f" = {each['default']}" if each["default"] is not None else ", must be set"
+            lines.append(f"  {each['name']}: {each['type']}{default}")
+    return "\n".join(lines) or "no job is configured"
 
 
 # -- a run's log -----------------------------------------------------------------------------------
@@ -16774,26 +16808,25 @@ def inventory_sync(ctx: Context[Settings]):
 
 @command("Set up")
 def jobs_command(app: App) -> ExitCode:
-    """Load the configured jobs and list them."""
+    """Load the configured jobs and list them: what they do, their settings, their last run."""
     app.require_trusted()
-    rows = [["job", "version", "settings", "what it does"]]
-    documents: list[dict[str, object]] = []
+    last: dict[str, Run] = {}
+    with contextlib.suppress(BatchrunError), app.ledger(write=False) as ledger:
+        last = {run.job: run for run in ledger.latest_of_each_job()}
+    documents: list[dict[str, Any]] = []
     wrong: list[BatchrunError] = []
     os.chdir(app.config.folder)
     for name, job_config in app.config.jobs.items():
+        document: dict[str, Any] = {"job": name, "file": str(job_config.path), "last_run": None}
+        if run := last.get(name):
+            document["last_run"] = {"run": run.id, "state": run.state, "since": run.changed_at}
         try:
-            found = load_job(job_config)
-            found.settings_from(job_config, {}, app.config.folder)
+            document |= summarise_configured(job_config, app.config.folder)
         except BatchrunError as error:
             wrong.append(error)
-            rows.append([name, "-", "-", error.what])
-            documents.append({"job": name, "error": error.what, "file": str(job_config.path)})
-            continue
-        settings = list(getattr(found.settings, "__dataclass_fields__", {}))
-        document = {"job": name, "version": found.version, "settings": settings}
-        documents.append({**document, "title": found.title, "file": str(job_config.path)})
-        rows.append([name, str(found.version), ", ".join(settings) or "-", found.title])
-    app.console.result(render_table(rows), {"jobs": documents})
+            document["error"] = error.what
+        documents.append(document)
+    app.console.result(render_jobs(documents, app.host.now()), {"jobs": documents})
     for letter in wrong:
         app.console.letter(str(letter), letter.exit_code)
     return wrong[0].exit_code if wrong else ExitCode.DONE
