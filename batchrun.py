@@ -359,10 +359,8 @@ class OutputRefused(BatchrunError):
     """What a command has to say cannot be written."""
 
     def __init__(self, error: OSError) -> None:
-        what = f"Standard output cannot be written: {error.strerror}."
-        super().__init__(
-            what, unchanged="What the command was to do is done; only its words are lost."
-        )
+        lost = "What the command was to do is done; only its words are lost."
+        super().__init__(f"Standard output cannot be written: {error.strerror}.", unchanged=lost)
 
 
 class IllegalTransition(BatchrunError):
@@ -4053,7 +4051,7 @@ class Ledger:
         took_s = seconds_between(rows[-1][1], rows[0][1]) if rows else 0.0
         return sum(read for read, _ in rows[:-1]) / took_s if took_s > 0 else 0.0
 
-    def operations(self, run: Run) -> dict[str, int]:
+    def operation_outcomes(self, run: Run) -> dict[str, int]:
         """Return how many operations of a run had which outcome; `open`: none is known yet."""
         sql = "SELECT coalesce(outcome, 'open'), count(*) FROM operation WHERE run = ? GROUP BY 1"
         return dict(self._rows(sql, run.key))
@@ -11400,6 +11398,11 @@ def only_unfinished(ledger: Ledger) -> Run:
 # ledger says by when it is over: the supervisor waits until then. Only who can record a cleanup's
 # call may make it: if the ledger cannot be written, or ownership is lost, it is left pending.
 #
+# What the worker prints and logs goes line by line to the run's log, with time and level: `ctx.log`
+# and `LogStream`. Descriptors 1 and 2 are that file: what a library or a child writes stands there
+# as it is. It may be moved, cut or removed: before each batch the worker sees if it is still there,
+# and makes it anew. No run fails for its log.
+#
 # An attempt whose ending cannot be recorded (UNRECORDED) says so in its last words: a file without
 # a name, made by the supervisor, which takes them on a full disk too.
 
@@ -12152,7 +12155,8 @@ class LogStream(io.RawIOBase):
 
     def write(self, content: Any) -> int:
         """Write text that io.TextIOWrapper has encoded."""
-        text = bytes(content).decode(errors="replace")
+        if not (text := bytes(content).decode(errors="replace")):
+            return 0
         lines = log_text(self._host.now(), self._level, text.removesuffix("\n"))
         if self._is_open:
             lines = lines.partition(f" {self._level} ")[2]
@@ -14004,6 +14008,13 @@ def is_owned(state: StateDirectory, job: str) -> bool:
 # them: no report grows with the batches. Amounts reach from the span before to their own, health
 # from a check to the next one, and neither over a gap in which no attempt was under way.
 # Whatever others wrote goes through `printable`, then through `as_html` or `as_markdown`.
+#
+# Looking costs what it shows: the table of jobs a few rows of each, the screen of one job what
+# fits on a screen. `status --watch` and `logs --follow` open the ledger for each look and close it,
+# so that no reader keeps its log from being emptied.
+#
+# A line of a run's log is `TIME LEVEL text`; one without a time has those of the line before. An
+# event is such a line too (`batchrun: ...`); both are shown in the order of their times.
 
 BAR_WIDTH = 40  # at most; a narrow terminal gets a shorter one, or none
 CELL_WIDTH = 60  # of text that others wrote
@@ -14165,7 +14176,6 @@ def summarise_job(
     success: Run | None,
     refused: int,
     stuck: Sequence[Finding] = (),
-    leaks: Sequence[str] = (),
     rate: float = 0.0,
 ) -> dict[str, Any]:
     """Return how a job stands as one JSON document; `rate`: records a second of one that runs."""
@@ -14191,7 +14201,7 @@ def summarise_job(
         "cleanups": [finding._asdict() for finding in stuck],
         "deferred_since": run and run.deferred and run.deferred["at"],
         "paused_s": run and run.paused_s,
-        "leaks": list(leaks),
+        "leaks": [],
     }
 
 
@@ -14365,6 +14375,7 @@ def render_drained(run: dict[str, Any], *, ended: bool) -> str:
 
 # Columns of the table of jobs, in the order in which a narrow terminal does without them.
 NARROWED = ("batches", "of", "skipped", "rate", "done", "success", "left")
+LEAST_NAME = 20
 NOTHING_TO_DO = ("batchrun report", "batchrun pause")
 
 
@@ -14409,22 +14420,19 @@ def status_row(job: dict[str, Any], now: str) -> list[str]:
 def fit_table(rows: list[list[str]], columns: int) -> str:
     """Return a table that fits: without columns that say nothing, then without NARROWED ones.
 
-    What is still too wide is cut, the first column first.
+    Names are cut, down to LEAST_NAME before any column goes.
     """
-    kept = [each for each in zip(*rows, strict=True) if {*each[1:]} != {"-"} or each[0] == "state"]
+    names, *kept = zip(*rows, strict=True)
+    kept = [each for each in kept if {*each[1:]} - {"-"}]
+    longest, room = max(map(len, names)), columns or sys.maxsize
     for name in NARROWED:
-        if columns and table_width(kept) > columns:
+        taken = sum(max(map(len, each)) + 2 for each in kept)
+        if taken + min(longest, LEAST_NAME) > room:
             kept = [each for each in kept if each[0] != name]
-    if columns and (excess := table_width(kept) - columns) > 0:
-        longest = max(12, max(map(len, kept[0])) - excess)
-        kept[0] = tuple(cut(cell, longest) for cell in kept[0])
-    lines = render_table([list(row) for row in zip(*kept, strict=True)]).split("\n")
-    return "\n".join(cut(line, columns) if columns else line for line in lines)
-
-
-def table_width(columns: Sequence[Sequence[str]]) -> int:
-    """Return how wide `render_table` makes these columns."""
-    return sum(max(map(len, column)) + 2 for column in columns) - 2
+    left = room - sum(max(map(len, each)) + 2 for each in kept)
+    shown = zip([cut(name, max(left, 12)) for name in names], *kept, strict=True)
+    lines = render_table(list(map(list, shown))).split("\n")
+    return "\n".join(cut(line, room) for line in lines)
 
 
 def cut(text: str, columns: int) -> str:
@@ -14464,7 +14472,7 @@ def render_one_status(job: dict[str, Any], now: str) -> str:
     if job["paused_s"]:
         lines.append(f"  paused        {duration_text(job['paused_s'])} by health")
     lines += [f"  why           {line}" for line in job["why"].splitlines()]
-    return "\n".join([*lines, *render_stuck(job), f"to type: {job['next']}"])
+    return "\n".join([*lines, f"to type: {job['next']}", *render_stuck(job)])
 
 
 def about_run(job: dict[str, Any], now: str) -> Iterator[tuple[str, str]]:
@@ -14524,17 +14532,6 @@ LIVE_ROWS = 60  # of the newest readings and events
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 
 
-def summarise_live(ledger: Ledger, run: Run) -> dict[str, Any]:
-    """Return what the live view of a run has beyond its page."""
-    events = ledger.events(run, after=max(0, ledger.newest_event() - 10 * LIVE_ROWS))
-    readings = ledger.readings(run, LIVE_ROWS)
-    gauges = "rss_bytes", "connections"
-    return {
-        "events": [f"{event_line(event)}" for event in events[-LIVE_ROWS:]],
-        **{gauge: [getattr(reading, gauge) for reading in readings] for gauge in gauges},
-    }
-
-
 def render_live(job: dict[str, Any], now: str, columns: int, bars: str) -> list[str]:
     """Return the live view of one job: how far, how fast, how well, and what happened last."""
     width = max(8, columns - 32)
@@ -14561,13 +14558,12 @@ def sparkline(values: Sequence[float], bars: str) -> str:
 
 def frame(head: list[str], tail: list[str], columns: int, rows: int) -> list[str]:
     """Return lines that fit a screen: all of the head, and of the tail the newest."""
-    room = max(0, rows - len(head))
-    lines = [*head, *tail[len(tail) - room :]] if room < len(tail) else [*head, *tail]
-    return [cut(visible(line), columns) for line in lines[:rows]]
+    newest = tail[-max(1, rows - len(head)) :]
+    return [cut(visible(line), columns) for line in [*head, *newest][:rows]]
 
 
 def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
-    """Return what the page about one run has beyond its line in the table."""
+    """Return what the screen about one run has beyond its line in the table."""
     attempts, times = ledger.attempts(run), ledger.batch_times(run)
     last = ledger.commit_row(run, run.number)
     owners = [p for p in owners_of(run, attempts[-1] if attempts else None) if host.is_alive(p)]
@@ -14584,7 +14580,7 @@ def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
         "course": course_text(run, last),
         "reading": reading[0]._asdict() if reading else None,
         "health_check": check[0]._asdict() if check else None,
-        "operations": ledger.operations(run),
+        "operations": ledger.operation_outcomes(run),
         "rejects": ledger.reject_states(run) if run.rejected else {},
         "cleanups": {state: count for state, count in counted.items() if count},
     }
@@ -15485,7 +15481,8 @@ def times_of(sheet: Sheet) -> Iterator[tuple[float, str]]:
 #
 # Results go to stdout, progress and errors to stderr. A terminal gets one live line; the journal,
 # or -v, plain lines; everything else (cron, pipes) nothing on success and one letter otherwise.
-# Output that cannot be written never stops a run.
+# Output that cannot be written never stops a run. A result that cannot be written is OutputRefused,
+# unless its reader went away. What is shown has no control characters but those that draw.
 #
 # click takes 40 ms to load and a worker parses nothing: `command` only keeps what a command is
 # made of, and `build_command_line` makes click's objects of it.
@@ -15880,7 +15877,7 @@ def status_command(app: App, *, name: str | None, watch: bool) -> ExitCode:
     """Show how jobs stand, why, and what to type next."""
     if watch:
         return watch_status(app, name)
-    said, document = status_of(app, name)
+    said, document = status_of(app, name, screen_of)
     now, columns = app.host.now(), app.host.terminal_columns(1)
     jobs, maintenance = document["jobs"], document["maintenance"]
     text = render_one_status(jobs[0], now) if name else render_status(jobs, now, columns)
@@ -15924,44 +15921,43 @@ class Screen:
         with contextlib.suppress(termios.error):
             termios.tcsetattr(0, termios.TCSADRAIN, self._before)
 
-    def draw(self, lines: list[str], encoding: str) -> None:
-        """Put these lines in the place of what is there."""
-        text = "\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J"
-        write_all(1, text.encode(encoding, "replace"))
+    def show(self, lines: list[str], encoding: str) -> bool:
+        """Draw lines and wait until they are to be drawn anew; False if it is to end.
 
-    def waits(self) -> bool:
-        """Wait until it is to be drawn anew, at once if its size changes; False if it is to end."""
+        They are drawn anew each second, and at once if the terminal has another size.
+        """
         import select
 
         size, until = self._host.terminal_size(1), self._host.monotonic() + DRAW_EVERY_S
-        while self._host.monotonic() < until and size == self._host.terminal_size(1):
-            if select.select([0], [], [], LOOK_EVERY_S)[0]:
-                return os.read(0, 100) not in (b"", b"q", b"Q")
+        text = "\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J"
+        try:
+            write_all(1, text.encode(encoding, "replace"))
+            while self._host.monotonic() < until and size == self._host.terminal_size(1):
+                if select.select([0], [], [], LOOK_EVERY_S)[0]:
+                    return os.read(0, 100) not in (b"", b"q", b"Q")
+        except OSError:  # the terminal is gone
+            return False
         return True
 
 
 def watch_status(app: App, name: str | None) -> ExitCode:
     """Draw how jobs stand until q or Ctrl-C is typed or the terminal is gone; reads only."""
-    words = " ".join(["status", *([name] if name else [])])
     if app.console.as_json or not (os.isatty(0) and app.host.terminal_columns(1)):
         what = "status --watch draws on a terminal, and here is none (or TERM is dumb, or --json)."
-        raise ConfigurationError(what, todo=f"Type: batchrun {words}")
+        raise ConfigurationError(what, todo=f"Type: batchrun status {name or ''}".rstrip())
     encoding = sys.stdout.encoding or "ascii"
     bars = PLAIN_BARS if "█".encode(encoding, "ignore") == b"" else BARS
     status_of(app, name)  # what is wrong is told before the screen is taken
-    with contextlib.suppress(KeyboardInterrupt, OSError), Screen(app.host) as screen:
-        goes_on = True
-        while goes_on:
-            columns, rows = app.host.terminal_size(1)
-            screen.draw(live_view(app, name, columns, rows, bars), encoding)
-            goes_on = screen.waits()
+    with contextlib.suppress(KeyboardInterrupt), Screen(app.host) as screen:
+        while screen.show(live_view(app, name, bars), encoding):
+            pass
     return ExitCode.DONE
 
 
-def live_view(app: App, name: str | None, columns: int, rows: int, bars: str) -> list[str]:
+def live_view(app: App, name: str | None, bars: str) -> list[str]:
     """Return what the screen shows now, line by line."""
-    now, tail = app.host.now(), list[str]()
-    said, document = status_of(app, name, live=True)
+    now, tail, (columns, rows) = app.host.now(), list[str](), app.host.terminal_size(1)
+    said, document = status_of(app, name, live_of)
     head = [f"{now[:10]} {now[11:19]}Z  q quits", *said, ""]
     if name and (job := document["jobs"][0])["run"]:
         tail = ["", *job["live"]["events"]]
@@ -15971,17 +15967,18 @@ def live_view(app: App, name: str | None, columns: int, rows: int, bars: str) ->
     return frame(list(map(app.console.typed, head)), tail, columns, rows)
 
 
+# What a job's document is to have beyond its line in the table.
+More = Callable[[App, Ledger, Run], dict[str, Any]]
+
+
 def status_of(
-    app: App, name: str | None, *, live: bool = False
+    app: App, name: str | None, more: More | None = None
 ) -> tuple[list[str], dict[str, Any]]:
     """Return what is to be said before all else, and how jobs stand, as one JSON document."""
     lockfile = app.state.maintenance.find()
     with app.ledger(write=False) as ledger:
-        stuck = ledger.stuck_cleanups()
-        each = [name] if name else app.config.jobs
-        jobs = [
-            stand(app, ledger, one, lockfile, stuck, alone=bool(name), live=live) for one in each
-        ]
+        known = lockfile, ledger.stuck_cleanups(), more if name else None
+        jobs = [stand(app, ledger, each, *known) for each in ([name] if name else app.config.jobs)]
         barrier = ledger.barrier()
         drain = ledger.drain_of(barrier)
     said = render_lockfile(lockfile, app.host.now()) if lockfile else []
@@ -15997,53 +15994,58 @@ def stand(
     name: str,
     lockfile: Lockfile | None,
     stuck: list[Cleanup],
-    *,
-    alone: bool,
-    live: bool,
+    more: More | None,
 ) -> dict[str, Any]:
-    """Return how one job, or a run by its id, stands.
-
-    `alone`: with all that fits on a screen; `live`: again and again, so no job's file is imported.
-    """
+    """Return how one job, or a run by its id, stands."""
     run = ledger.latest(name) if name in app.config.jobs else app.find_run(ledger, name)
     job = run.job if run else name
     stands = standing(ledger, run, app.host) if run else never_run(job)
-    idle = run and not run.finished and not is_going_on(ledger, run, app.host)
-    if alone and not live and run and idle:
-        stands = drifted(app, ledger, run, stands)
     tags = app.config.jobs[job].tags if job in app.config.jobs else ()
     closed = lockfile is not None and closes(lockfile.scopes, job, tags)
     found = [stuck_cleanup(ledger, cleanup) for cleanup in stuck if cleanup.job == job]
-    leaks = [event.why for event in ledger.events(run, what=LEAK)] if run and alone else []
     rate = ledger.rate(run) if run and run.state in OWNED else 0.0
     numbers = ledger.last_success(job), ledger.refused_since_success(job)
-    made = summarise_job(
-        job, run, closed_standing(stands, closed=closed), *numbers, found, leaks, rate
-    )
-    if run and alone:
-        made["about"] = summarise_about(ledger, run, app.host)
-        made["live"] = summarise_live(ledger, run) if live else None
+    made = summarise_job(job, run, closed_standing(stands, closed=closed), *numbers, found, rate)
+    if run and more:
+        about = {"about": summarise_about(ledger, run, app.host), **more(app, ledger, run)}
+        obstacles = about.pop("obstacles", [])
+        made["why"] = "\n".join(filter(None, [made["why"], *obstacles]))
+        made |= {**about, "needs_someone": made["needs_someone"] or bool(obstacles)}
     return made
 
 
-def drifted(app: App, ledger: Ledger, run: Run, stands: Standing) -> Standing:
-    """Return how an idle run stands, with what would keep it from going on.
+def screen_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
+    """Return what the screen of a run has and the live view has not: leaks, and what is in its way.
 
-    Its job's file is imported to know that, if it is this user's own.
+    Of one that rests its job's file is imported to know that, if it is this user's own.
     """
-    why = [stands.why]
+    leaks, obstacles = [event.why for event in ledger.events(run, what=LEAK)], list[str]()
+    if run.finished or is_going_on(ledger, run, app.host):
+        return {"leaks": leaks}
     with contextlib.suppress(OSError):
         if holders := JobLock(app.state.lock_path(run.job)).owners(app.host):
-            why.append(f"The job's lock is held by pid {', '.join(map(str, holders))}.")
-    finding = None
+            obstacles.append(f"The job's lock is held by pid {', '.join(map(str, holders))}.")
     if run.job in app.config.jobs and app.state.path.stat().st_uid == os.geteuid():
-        app.require_trusted()
         sys.dont_write_bytecode = True
-        finding = cannot_go_on(app.config, app.state, ledger, run, {})
-    if finding is None:
-        return stands._replace(why="\n".join(filter(None, why)))
-    why += [finding.what, finding.why, finding.todo]
-    return stands._replace(why="\n".join(filter(None, why)), needs_someone=True)
+        try:
+            app.require_trusted()
+            finding = cannot_go_on(app.config, app.state, ledger, run, {})
+        except BatchrunError as error:
+            finding = Finding(error.what, error.why, error.todo)
+        if finding:
+            obstacles += [finding.what, finding.why]
+            obstacles += [finding.todo] * (not finding.todo.startswith("batchrun cancel"))
+    return {"leaks": leaks, "obstacles": obstacles}
+
+
+def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
+    """Return what the live view of a run has beyond its screen."""
+    events = ledger.events(run, after=max(0, ledger.newest_event() - 10 * LIVE_ROWS))
+    readings = ledger.readings(run, LIVE_ROWS)
+    live: dict[str, Any] = {"events": [f"{event_line(event)}" for event in events[-LIVE_ROWS:]]}
+    for gauge in ("rss_bytes", "connections"):
+        live[gauge] = [getattr(reading, gauge) for reading in readings]
+    return {"live": live}
 
 
 @command(
