@@ -55,6 +55,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import io
 import json
 import os
 import re
@@ -352,6 +353,14 @@ class LostOwnership(BatchrunError):
     """Another generation took the run over; this process may not write any more."""
 
     exit_code = ExitCode.LOST_OWNERSHIP
+
+
+class OutputRefused(BatchrunError):
+    """What a command has to say cannot be written."""
+
+    def __init__(self, error: OSError) -> None:
+        lost = "What the command was to do is done; only its words are lost."
+        super().__init__(f"Standard output cannot be written: {error.strerror}.", unchanged=lost)
 
 
 class IllegalTransition(BatchrunError):
@@ -1029,11 +1038,16 @@ class Host:
         except (ValueError, OSError):
             return False
 
-    def terminal_columns(self) -> int:
-        """Return the width of the terminal that is stderr; 0 if it is none that can be drawn on."""
-        if not os.isatty(2) or os.environ.get("TERM") == "dumb":
-            return 0
-        return os.get_terminal_size(2).columns or 80
+    def terminal_columns(self, descriptor: int = 2) -> int:
+        """Return the width of a terminal, by default stderr; 0 if it is none to be drawn on."""
+        return self.terminal_size(descriptor)[0]
+
+    def terminal_size(self, descriptor: int) -> tuple[int, int]:
+        """Return columns and lines of a terminal; zeros if it is none that can be drawn on."""
+        if not os.isatty(descriptor) or os.environ.get("TERM") == "dumb":
+            return 0, 0
+        size = os.get_terminal_size(descriptor)
+        return size.columns or 80, size.lines or 24
 
     def become_subreaper(self) -> None:
         """Inherit the orphans of our descendants, so that none outlives us unseen."""
@@ -1372,7 +1386,27 @@ def write_all(descriptor: int, content: bytes) -> None:
 def write_line(descriptor: int, text: str) -> None:
     """Write a line past all buffers; a closed or full output never stops a run."""
     with contextlib.suppress(OSError):
-        write_all(descriptor, f"{text}\n".encode(errors="replace"))
+        write_all(descriptor, f"{visible(text)}\n".encode(errors="replace"))
+
+
+def visible(text: str) -> str:
+    """Return text without what commands a terminal: control characters, written as escapes."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def occupy_standard_descriptors() -> None:
+    """Let no file of ours become stdin, stdout or stderr where those are closed.
+
+    Output to what is put there is refused, as it is by a closed one.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDONLY)
 
 
 READ_PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link, no waiting pipe
@@ -2229,6 +2263,11 @@ def mask_secrets(text: str) -> str:
     for secret in sorted(_REMEMBERED, key=len, reverse=True):
         text = text.replace(secret, _MASK)
     return _masked_by_form(text)
+
+
+def log_text(at: str, level: str, text: str) -> str:
+    """Return text as it stands in a run's log: each line with its time and level, no secret."""
+    return "\n".join(f"{at} {level} {line}" for line in mask_secrets(text).split("\n"))
 
 
 def _masked_by_form(text: str) -> str:
@@ -4001,6 +4040,26 @@ class Ledger:
             " AND kind = 'batch' ORDER BY number DESC LIMIT ?) HAVING count(*)"
         )
         return next(iter(self._rows(sql, run.key, newest)), None)
+
+    def rate(self, run: Run, newest: int = 20) -> float:
+        """Return the records a second of an attempt's newest batches, from commit to commit."""
+        sql = (
+            "SELECT read, at FROM batch WHERE run = ? AND generation = ? AND kind = 'batch'"
+            " ORDER BY number DESC LIMIT ?"
+        )
+        rows = self._rows(sql, run.key, run.generation, newest + 1)
+        took_s = seconds_between(rows[-1][1], rows[0][1]) if rows else 0.0
+        return sum(read for read, _ in rows[:-1]) / took_s if took_s > 0 else 0.0
+
+    def operation_outcomes(self, run: Run) -> dict[str, int]:
+        """Return how many operations of a run had which outcome; `open`: none is known yet."""
+        sql = "SELECT coalesce(outcome, 'open'), count(*) FROM operation WHERE run = ? GROUP BY 1"
+        return dict(self._rows(sql, run.key))
+
+    def reject_states(self, run: Run) -> dict[str, int]:
+        """Return how many rejects of a run are open, dropped, retried."""
+        sql = "SELECT state, count(*) FROM reject WHERE run = ? AND confirmed GROUP BY 1"
+        return dict(self._rows(sql, run.key))
 
     def barrier_of(self, drain: Drain) -> Barrier:
         """Return the barrier that a drain belongs to."""
@@ -6947,10 +7006,11 @@ class Job:
         self.rollback = rollback
 
     @property
-    def title(self) -> str:
-        """The first line of the function's or module's docstring."""
+    def words(self) -> str:
+        """The function's or module's docstring."""
         module = sys.modules.get(self.function.__module__)
-        return (self.function.__doc__ or (module and module.__doc__) or "").strip().split("\n")[0]
+        text = self.function.__doc__ or (module and module.__doc__) or ""
+        return "\n".join(line.strip() for line in text.strip().split("\n"))
 
     def cursor_from(self, checkpoint: Checkpoint) -> Any:
         """Return a checkpoint's cursor as one of this version, converted if it is an older one's.
@@ -8220,15 +8280,15 @@ class Context(Generic[S]):
 
         host = self._host
 
-        class Masked(logging.Formatter):
-            def format(self, record: logging.LogRecord) -> str:
-                line = f"{host.now()} {record.levelname} {super().format(record)}"
-                return mask_secrets(line)
+        class Lines(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                try:
+                    write_line(2, log_text(host.now(), record.levelname, self.format(record)))
+                except Exception:  # noqa: BLE001 - logging's rule: no log line fails a program
+                    self.handleError(record)
 
         logger = logging.getLogger(f"batchrun.job.{self._course.run.job}")
-        to_stderr = logging.StreamHandler()
-        to_stderr.setFormatter(Masked())
-        logger.handlers[:] = [to_stderr]
+        logger.handlers[:] = [Lines()]
         logger.setLevel(logging.INFO)
         logger.propagate = False
         return logger
@@ -10757,18 +10817,23 @@ def rehearsal(
     the jobs' files and tries their converters on the stored cursors; changes nothing but the
     working directory, which is the config's afterwards.
     """
+    found = (cannot_go_on(config, state, ledger, run, versions) for run in ledger.all_unfinished())
+    return [finding for finding in found if finding]
+
+
+def cannot_go_on(
+    config: Config, state: StateDirectory, ledger: Ledger, run: Run, versions: Mapping[str, int]
+) -> Finding | None:
+    """Return why an unfinished run could not go on with its job as it is installed now."""
     os.chdir(config.folder)
-    findings = []
-    for run in ledger.all_unfinished():
-        try:
-            stands = standing_checkpoint(ledger, state.store(run.job), run)
-            with contextlib.redirect_stdout(sys.stderr):  # what a job's file prints is no result
-                require_loads(config, run, stands, versions.get(run.job))
-        except BatchrunError as error:
-            what = f"run {run.id} of {run.job} could not go on: {error.what}"
-            todo = error.todo or f"batchrun cancel {run.id}"
-            findings.append(Finding(what, error.why, todo))
-    return findings
+    try:
+        stands = standing_checkpoint(ledger, state.store(run.job), run)
+        with contextlib.redirect_stdout(sys.stderr):  # what a job's file prints is no result
+            require_loads(config, run, stands, versions.get(run.job))
+    except BatchrunError as error:
+        what = f"run {run.id} of {run.job} could not go on: {error.what}"
+        return Finding(what, error.why, error.todo or f"batchrun cancel {run.id}")
+    return None
 
 
 def standing_checkpoint(ledger: Ledger, store: CheckpointStore, run: Run) -> Checkpoint | None:
@@ -11227,6 +11292,26 @@ def rolled_back_text(ledger: Ledger, run: Run) -> str:
     return "".join(f"rolled back to batch {r.rollback_to} by run {r.id}" for r in undone[-1:])
 
 
+def is_going_on(ledger: Ledger, run: Run, host: Host) -> bool:
+    """Tell whether a living process owns a run, or keeps it until it is well."""
+    return any(map(host.is_alive, owners_of(run, ledger.last_attempt(run))))
+
+
+def owners_of(run: Run, attempt: Attempt | None) -> list[ProcessIdentity]:
+    """Return the recorded owners of a run: supervisor and worker; none of one that rests."""
+    if attempt is None or not (run.state in OWNED or run.checks_at):
+        return []
+    return [process for process in (attempt.supervisor, attempt.worker) if process]
+
+
+def closed_standing(stands: Standing, *, closed: bool) -> Standing:
+    """Return how a run stands whose job may be closed by maintenance: what to type is refused."""
+    if not closed or not stands.todo.startswith(("batchrun run", "batchrun resume")):
+        return stands
+    why = f"{stands.why}\nMaintenance is on and closes the job: nothing of it starts.".strip()
+    return stands._replace(why=why, todo=f"batchrun maintenance off && {stands.todo}")
+
+
 def never_run(job: str) -> Standing:
     """Return how a job stands that has never run."""
     return Standing(RunState.WAITING, "", f"batchrun run {job}")
@@ -11313,6 +11398,11 @@ def only_unfinished(ledger: Ledger) -> Run:
 # ledger says by when it is over: the supervisor waits until then. Only who can record a cleanup's
 # call may make it: if the ledger cannot be written, or ownership is lost, it is left pending.
 #
+# What the worker prints and logs goes line by line to the run's log, with time and level: `ctx.log`
+# and `LogStream`. Descriptors 1 and 2 are that file: what a library or a child writes stands there
+# as it is. It may be moved, cut or removed: before each batch the worker sees if it is still there,
+# and makes it anew. No run fails for its log.
+#
 # An attempt whose ending cannot be recorded (UNRECORDED) says so in its last words: a file without
 # a name, made by the supervisor, which takes them on a full disk too.
 
@@ -11387,6 +11477,7 @@ class Worker:
     Attributes:
         recorded: whether the ledger knows how the attempt ended.
         asked: how the attempt ends until a person has answered.
+        log_path: of the log that this process's output goes to, if it is its own.
     """
 
     _course: Course  # from `_prepare` on
@@ -11413,6 +11504,7 @@ class Worker:
         self.gate = Gate(order.supervisor, order.batches)
         self.recorded = False
         self.asked: AttemptEnd | None = None
+        self.log_path: Path | None = None
 
     # -- one attempt -----------------------------------------------------------------------
 
@@ -11548,7 +11640,7 @@ class Worker:
         reason, held = self.gate.reason_to_stop(), self.gate.outgrown_bytes
         if reason or not held:
             return AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, reason or Reason.STOP)
-        what = f"The worker held {megabytes(held)}, more than recycle_above."
+        what = f"The worker held {size_text(held)}, more than recycle_above."
         return AttemptEnd(Ending.RECYCLED, ExitCode.STOPPED, error=what)
 
     def _may_retry(self, error: BaseException) -> tuple[int, str]:
@@ -11753,7 +11845,7 @@ class Worker:
         words = [mask_secrets(word).removesuffix(".") for pair in whole for word in pair]
         short = [shortened(word) for word in words]
         if short != words:
-            write_line(2, f"Rejected: {': '.join(words)}")
+            write_line(2, log_text(self._host.now(), "ERROR", f"Rejected: {': '.join(words)}"))
         first = [f", the first{of_whom}: {': '.join(short)}"] * bool(words)
         undone = "The batch is not committed; commit" if link else "No commit was undone; commit"
         raise TooManyRejects(
@@ -11920,7 +12012,8 @@ class Worker:
         return self._ledger.why_halved(self._run) if found else ""
 
     def pass_gate(self) -> None:
-        """Raise `SafeStop` if the attempt is to end at this safe point."""
+        """Raise `SafeStop` if the attempt is to end at this safe point; see to its log."""
+        keep_log(self.log_path)
         self.gate.require_open()
 
     def stop_is_asked(self) -> bool:
@@ -12031,16 +12124,91 @@ def letter_text(end: AttemptEnd | Attempt) -> str:
     return "\n".join(part for part in (end.error, end.unchanged, end.todo) if part)
 
 
-def megabytes(size: int) -> str:
-    """Return a size in bytes for people, `512 MB`."""
-    return f"{size / 1_000_000:,.0f} MB"
-
-
 def log_traceback(error: BaseException) -> None:
     """Write a traceback to standard error, which is a worker's log."""
     import traceback  # only when something went wrong
 
-    write_line(2, mask_secrets("".join(traceback.format_exception(error))))
+    text = "".join(traceback.format_exception(error)).rstrip("\n")
+    write_line(2, log_text(Host().now(), "ERROR", text))
+
+
+# -- the log -------------------------------------------------------------------------------
+
+
+class LogStream(io.RawIOBase):
+    """What a worker prints: each line goes to its log at once, with its time, and never fails it.
+
+    What is written to the descriptor itself, by a library in C or a child process, has no time.
+    """
+
+    def __init__(self, level: str, host: Host) -> None:
+        self._level, self._host = level, host
+        self._is_open = False  # whether the last line is not at its end yet
+
+    def writable(self) -> bool:
+        """Tell what it is for."""
+        return True
+
+    def fileno(self) -> int:
+        """Return the descriptor for what writes past this stream."""
+        return 2
+
+    def write(self, content: Any) -> int:
+        """Write text that io.TextIOWrapper has encoded."""
+        if not (text := bytes(content).decode(errors="replace")):
+            return 0
+        lines = log_text(self._host.now(), self._level, text.removesuffix("\n"))
+        if self._is_open:
+            lines = lines.partition(f" {self._level} ")[2]
+        self._is_open = not text.endswith("\n")
+        with contextlib.suppress(OSError):
+            write_all(2, f"{visible(lines)}{'' if self._is_open else chr(10)}".encode())
+        return len(content)
+
+
+def print_to_log(host: Host) -> None:
+    """Let what the job prints stand in the log, whatever its characters and this process's locale.
+
+    A line that was begun is written when it is ended, or flushed.
+    """
+    how: Any = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": True}
+    sys.stdout = io.TextIOWrapper(cast("Any", LogStream("OUT", host)), **how)
+    sys.stderr = io.TextIOWrapper(cast("Any", LogStream("ERR", host)), **how)
+
+
+def keep_log(path: Path | None) -> None:
+    """Go on in a new log if a worker's was moved or removed; without one if it cannot be made."""
+    if path is None:
+        return
+    with contextlib.suppress(OSError, StateDirectoryError):
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(2), path.lstat()):
+                return
+        log = open_log(path)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+
+
+def open_log(path: Path) -> int:
+    """Open a run's log file for appending, private and never through a link.
+
+    Raises:
+        StateDirectoryError: it cannot be opened, or is no plain file.
+    """
+    ways = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        make_private_folder(path.parent.parent)
+        make_private_folder(path.parent)
+        log = os.open(path, ways, 0o600)
+        if stat.S_ISREG(os.fstat(log).st_mode):
+            os.set_blocking(log, True)
+            return log
+        os.close(log)
+        why = "it is not a plain file"
+    except OSError as error:
+        why = error.strerror or str(error)
+    raise StateDirectoryError(f"The log {path} cannot be written: {why}.")
 
 
 # -- the process -----------------------------------------------------------------------------
@@ -12054,11 +12222,14 @@ def worker_main() -> NoReturn:
     end, recorded = AttemptEnd(Ending.DIED, ExitCode.FAILED, error="The worker failed."), False
     try:
         host = Host()
+        print_to_log(host)
         host.volunteer_for_oom_kill()
         host.ask_for_signal_at_parents_death()
         config = load_config(Path(order.config))
-        ledger = open_ledger(StateDirectory(config, host).ledger_path, host, create=False)
+        state = StateDirectory(config, host)
+        ledger = open_ledger(state.ledger_path, host, create=False)
         worker = Worker(order, config, ledger, host)
+        worker.log_path = state.log_path(ledger.run(order.run))
         listen(worker)
         end = worker.drive()
         recorded = worker.recorded
@@ -12069,7 +12240,7 @@ def worker_main() -> NoReturn:
         log_traceback(error)
     finally:
         if not recorded:
-            write_line(2, letter_text(end))
+            write_line(2, log_text(Host().now(), "ERROR", letter_text(end)))
             write_line(order.last_words, json.dumps(end._asdict()))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -12735,7 +12906,7 @@ class Supervisor:
             return self._attempt_in_process(admission, order)
         self._nothing_lives = False
         try:
-            worker = WorkerProcess(order, self._state.log_path(run), run, self._host)
+            worker = WorkerProcess(order, self._open_log(run), run, self._host)
         except BatchrunError as refusal:
             self._nothing_lives = True
             seen = letter_end(refusal)._replace(ending=Ending.DIED)
@@ -12776,7 +12947,7 @@ class Supervisor:
         order, ended = self._order(run, generation)._replace(cleans=True), {}
         self._nothing_lives = False
         try:
-            worker = WorkerProcess(order, self._state.log_path(run), run, host)
+            worker = WorkerProcess(order, self._open_log(run), run, host)
             self._watch(worker, ledger.run(run.key))
             self._nothing_lives = worker.end_group()
             seen = worker.seen_end(run, ledger.called_cleanup(ledger.run(run.key)))
@@ -12829,6 +13000,15 @@ class Supervisor:
             return Outcome(end.exit_code, run, letter_text(end))
         run, generation = admission.run, admission.generation
         return self._outcome(self._ledger.settle(run, generation, end, self._decide))
+
+    def _open_log(self, run: Run) -> int:
+        """Open a run's log; no run fails for one that cannot be written, it is said."""
+        try:
+            return open_log(self._state.log_path(run))
+        except StateDirectoryError as error:
+            said = f"warning: {error.what} The run goes on; the worker tries again at each commit."
+            self._ledger.note(self._who, SAID, said, run=run)
+            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     def _watch(self, worker: WorkerProcess, run: Run) -> None:
         """Wait for the worker, look after its health, pass stops on to it, show what it does."""
@@ -13133,10 +13313,10 @@ class WorkerProcess:
     """The worker's process: started with the job's lock, in a process group of its own.
 
     Raises:
-        BatchrunError: its log cannot be opened, or the system has no room for another process.
+        BatchrunError: the system has no room for another process.
     """
 
-    def __init__(self, order: Order, log_path: Path, run: Run, host: Host) -> None:
+    def __init__(self, order: Order, log: int, run: Run, host: Host) -> None:
         import subprocess  # 25 ms, supervisors only
 
         self._host, self._asked = host, 0
@@ -13147,7 +13327,6 @@ class WorkerProcess:
         self._open = (run.number, host.monotonic())  # since when the batch after it is open
         self._oom_kills = host.oom_kills()
         self._strangers = set(host.children())  # of whoever became this process by exec
-        log = open_log(log_path)
         self._last_words = os.memfd_create("last words")
         order = order._replace(last_words=self._last_words)
         context = {"BATCHRUN_RUN_ID": run.id, "BATCHRUN_GENERATION": str(order.generation)}
@@ -13252,7 +13431,7 @@ class WorkerProcess:
 
     def _went_away(self) -> str:
         """Return how the worker died, with its peak of memory."""
-        peak = f"peak {megabytes(self.peak_rss_bytes)}"
+        peak = f"peak {size_text(self.peak_rss_bytes)}"
         if self._exit >= 0:
             return f"The worker left with exit code {self._exit} and no ending ({peak})"
         names = {number.value: number.name for number in signal.Signals}
@@ -13263,31 +13442,6 @@ class WorkerProcess:
             cause = "probably out of memory" if memory else "not by the kernel for want of memory"
             peak = f"{cause}: {peak}"
         return f"The worker was killed by {name} ({peak})"
-
-
-def open_log(path: Path) -> int:
-    """Open a run's log file for appending, private and never through a link.
-
-    Raises:
-        StateDirectoryError: it cannot be opened, or is no plain file.
-    """
-    ways = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    try:
-        make_private_folder(path.parent.parent)
-        make_private_folder(path.parent)
-        log = os.open(path, ways, 0o600)
-        if stat.S_ISREG(os.fstat(log).st_mode):
-            os.set_blocking(log, True)
-            return log
-        os.close(log)
-        why = "it is not a plain file"
-    except OSError as error:
-        why = error.strerror or str(error)
-    raise StateDirectoryError(
-        f"The log {path} cannot be written: {why}.",
-        unchanged="Nothing was done.",
-        todo=f"See what it is: ls -l {path.parent}",
-    )
 
 
 # -- stopping a run from outside -----------------------------------------------------------------
@@ -13854,6 +14008,13 @@ def is_owned(state: StateDirectory, job: str) -> bool:
 # them: no report grows with the batches. Amounts reach from the span before to their own, health
 # from a check to the next one, and neither over a gap in which no attempt was under way.
 # Whatever others wrote goes through `printable`, then through `as_html` or `as_markdown`.
+#
+# Looking costs what it shows: the table of jobs a few rows of each, the screen of one job what
+# fits on a screen. `status --watch` and `logs --follow` open the ledger for each look and close it,
+# so that no reader keeps its log from being emptied.
+#
+# A line of a run's log is `TIME LEVEL text`; one without a time has those of the line before. An
+# event is such a line too (`batchrun: ...`); both are shown in the order of their times.
 
 BAR_WIDTH = 40  # at most; a narrow terminal gets a shorter one, or none
 CELL_WIDTH = 60  # of text that others wrote
@@ -13991,14 +14152,7 @@ def summarise(
     return {
         **{name: value for name, value in run._asdict().items() if name not in NOT_SUMMARISED},
         "exit_code": attempts[-1].exit_code if attempts else None,
-        "attempts": [
-            {
-                **a._asdict(),
-                "supervisor": a.supervisor._asdict(),
-                "worker": a.worker and a.worker._asdict(),
-            }
-            for a in attempts
-        ],
+        "attempts": list(map(summarise_attempt, attempts)),
         "rejects": [summarise_reject(row) for row in rejects if row.run == run.id],
         "cleanups": [{**c._asdict(), "call": mask_secrets(c.call)} for c in cleanups],
         "undoes": undoes,
@@ -14009,6 +14163,12 @@ def summarise(
     }
 
 
+def summarise_attempt(attempt: Attempt) -> dict[str, Any]:
+    """Return an attempt as one JSON document."""
+    supervisor, worker = attempt.supervisor._asdict(), attempt.worker and attempt.worker._asdict()
+    return {**attempt._asdict(), "supervisor": supervisor, "worker": worker}
+
+
 def summarise_job(
     job: str,
     run: Run | None,
@@ -14016,9 +14176,10 @@ def summarise_job(
     success: Run | None,
     refused: int,
     stuck: Sequence[Finding] = (),
-    leaks: Sequence[str] = (),
+    rate: float = 0.0,
 ) -> dict[str, Any]:
-    """Return how a job stands as one JSON document."""
+    """Return how a job stands as one JSON document; `rate`: records a second of one that runs."""
+    left = max(0, run.expected - run.read) / rate if run and run.expected and rate else None
     return {
         "job": job,
         "run": run and run.id,
@@ -14028,6 +14189,9 @@ def summarise_job(
         "since": run and run.changed_at,
         "read": run and run.read,
         "expected": run and run.expected,
+        "batches": run and run.batches,
+        "records_per_s": round(rate, 1),
+        "left_s": left and round(left, 1),
         "last_success": success and success.ended_at,
         "refused_since_success": refused,
         "error": run and run.error,
@@ -14037,7 +14201,7 @@ def summarise_job(
         "cleanups": [finding._asdict() for finding in stuck],
         "deferred_since": run and run.deferred and run.deferred["at"],
         "paused_s": run and run.paused_s,
-        "leaks": list(leaks),
+        "leaks": [],
     }
 
 
@@ -14209,22 +14373,79 @@ def render_drained(run: dict[str, Any], *, ended: bool) -> str:
     return f"  {run['stands']:<11} {run['job']}: {where}{by}{todo}"
 
 
-def render_status(jobs: list[dict[str, Any]], now: str) -> str:
-    """Return a table of jobs as text, and below it what to type for those that are not done."""
-    rows = [["job", "state", "for", "records", "last success", "skipped"]]
-    for job in jobs:
-        success = f"{age_text(job['last_success'], now)} ago" if job["last_success"] else "-"
-        skipped = str(job["refused_since_success"] or "-")
-        times = age_text(job["since"], now), of_all_text(job), success
-        rows.append([job["job"], state_text(job), *times, skipped])
+# Columns of the table of jobs, in the order in which a narrow terminal does without them.
+NARROWED = ("batches", "of", "skipped", "rate", "done", "success", "left")
+LEAST_NAME = 20
+NOTHING_TO_DO = ("batchrun report", "batchrun pause")
+
+
+def render_status(jobs: list[dict[str, Any]], now: str, columns: int = 0) -> str:
+    """Return a table of jobs as text, and below it what to type for those that need it.
+
+    `!` stands before a job that needs someone. `columns`: the width of the terminal, 0 if none.
+    """
+    head = "job state for batches records of done rate left success skipped"
+    table = fit_table([head.split(), *(status_row(job, now) for job in jobs)], columns)
     deferred = [
         f"deferred: {job['job']}, for {age_text(job['deferred_since'], now)}"
         for job in jobs
         if job["deferred_since"]
     ]
-    todos = [f"to type: {job['next']}" for job in jobs if " report " not in job["next"]]
+    todos = []
+    for job in sorted(jobs, key=itemgetter("needs_someone"), reverse=True):
+        which = f" for {job['job']}" * (len(jobs) > 1)
+        todos += [f"to type{which}: {job['next']}"] * (not job["next"].startswith(NOTHING_TO_DO))
     stuck = [line for job in jobs for line in render_stuck(job)]
-    return "\n".join([render_table(rows), *deferred, *todos, *stuck])
+    return "\n".join([table, *deferred, *todos, *stuck])
+
+
+def status_row(job: dict[str, Any], now: str) -> list[str]:
+    """Return the cells of a job in the table; `-` stands for nothing."""
+    read, expected, success = job["read"], job["expected"], job["last_success"]
+    return [
+        "! " * job["needs_someone"] + job["job"],
+        state_text(job),
+        age_text(job["since"], now),
+        f"{job['batches'] or 0:,}" if job["run"] else "-",
+        "-" if read is None else f"{read:,}",
+        f"{expected:,}" if expected else "-",
+        f"{min(1.0, read / expected):.0%}" if expected else "-",
+        f"{job['records_per_s']:,.0f}/s" if job["records_per_s"] else "-",
+        duration_text(job["left_s"]) if job["left_s"] is not None else "-",
+        f"{age_text(success, now)} ago" if success else "-",
+        str(job["refused_since_success"] or "-"),
+    ]
+
+
+def fit_table(rows: list[list[str]], columns: int) -> str:
+    """Return a table that fits: without columns that say nothing, then without NARROWED ones.
+
+    Names are cut, down to LEAST_NAME before any column goes.
+    """
+    names, *kept = zip(*rows, strict=True)
+    kept = [each for each in kept if {*each[1:]} - {"-"}]
+    longest, room = max(map(len, names)), columns or sys.maxsize
+    for name in NARROWED:
+        taken = sum(max(map(len, each)) + 2 for each in kept)
+        if taken + min(longest, LEAST_NAME) > room:
+            kept = [each for each in kept if each[0] != name]
+    left = room - sum(max(map(len, each)) + 2 for each in kept)
+    shown = zip([cut(name, max(left, 12)) for name in names], *kept, strict=True)
+    lines = render_table(list(map(list, shown))).split("\n")
+    return "\n".join(cut(line, room) for line in lines)
+
+
+def cut(text: str, columns: int) -> str:
+    """Return text in so many columns of a terminal, with dots where it was cut."""
+    if text.isascii():
+        return text if len(text) <= columns else text[: max(0, columns - 3)] + "..."[:columns]
+    from unicodedata import combining, east_asian_width
+
+    widths = [0 if combining(c) else 1 + (east_asian_width(c) in "WF") for c in text]
+    if sum(widths) <= columns:
+        return text
+    ends = [end for end in range(len(text)) if sum(widths[:end]) <= columns - 3]
+    return text[: max(ends, default=0)] + "..."[:columns]
 
 
 def render_stuck(job: dict[str, Any]) -> list[str]:
@@ -14239,14 +14460,12 @@ def age_text(at: str | None, now: str) -> str:
     return duration_text(max(0.0, seconds_between(at, now)))
 
 
-def render_one_status(job: dict[str, Any]) -> str:
-    """Return how one job stands: what the table says, why, and the line to type."""
+def render_one_status(job: dict[str, Any], now: str) -> str:
+    """Return how one job stands, on one screen: what is known, why, and the line to type."""
     since = f" since {moment_text(job['since'])}" if job["since"] else ""
     lines = [f"{job['job']}: {state_text(job)}{since}"]
     if job["run"]:
-        undoes = f", a rollback of run {job['rollback_of']}" * bool(job["rollback_of"])
-        lines.append(f"  run           {job['run']}{undoes}")
-        lines.append(f"  records       {of_all_text(job)}")
+        lines += [f"  {name:<12}  {line}" for name, line in about_run(job, now)]
     lines.append(f"  last success  {moment_text(job['last_success'])}")
     lines.append(f"  skipped       {job['refused_since_success']} starts since")
     lines += [f"  leak          {line}" for line in job["leaks"]]
@@ -14254,6 +14473,129 @@ def render_one_status(job: dict[str, Any]) -> str:
         lines.append(f"  paused        {duration_text(job['paused_s'])} by health")
     lines += [f"  why           {line}" for line in job["why"].splitlines()]
     return "\n".join([*lines, f"to type: {job['next']}", *render_stuck(job)])
+
+
+def about_run(job: dict[str, Any], now: str) -> Iterator[tuple[str, str]]:
+    """Yield what is known of a job's run, line by line: its name and its words."""
+    about = job["about"]
+    undoes = f", a rollback of run {job['rollback_of']}" * bool(job["rollback_of"])
+    yield "run", job["run"] + undoes + f", owned by {about['owners']}" * bool(about["owners"])
+    yield "records", ", ".join([of_all_text(job), *speed_text(job)])
+    if about["last_commit"]:
+        times = (f"{about[name]:.2f} s" for name in ("batch_median_s", "batch_p95_s"))
+        words = "median {}, 95th percentile {}".format(*times) if about["batch_median_s"] else "-"
+        ago = age_text(about["last_commit"], now)
+        yield "batches", f"{job['batches']:,}, newest commit {ago} ago, {words}"
+        yield "loops", about["course"]
+    earlier = len(about["attempts"]) - ATTEMPTS_SHOWN
+    for number, attempt in enumerate(about["attempts"][-ATTEMPTS_SHOWN:]):
+        more = f"  ({earlier:,} earlier ones)" * (number == 0 and earlier > 0)
+        yield "attempt", f"{render_attempt(attempt)[0].strip()}{more}"
+    if about["reading"]:
+        yield "reading", f"{reading_text(about['reading'])}, {ago_text(about['reading'], now)}"
+    if check := about["health_check"]:
+        yield "health", f"{check['verdict']}, {ago_text(check, now)}"
+        yield from ((name, check[name]) for name in FACTORS)
+    for name in ("operations", "rejects", "cleanups"):
+        if about[name]:
+            yield name, ", ".join(f"{count:,} {state}" for state, count in about[name].items())
+
+
+ATTEMPTS_SHOWN = 4
+
+
+def ago_text(row: Mapping[str, Any], now: str) -> str:
+    """Return how long ago a row was made."""
+    return f"{age_text(row['at'], now)} ago"
+
+
+def speed_text(job: dict[str, Any]) -> list[str]:
+    """Return how fast a job goes on, and what time is left, as far as that is known."""
+    speed = [f"{job['records_per_s']:,.0f}/s"] * bool(job["records_per_s"])
+    return speed + [f"{duration_text(job['left_s'] or 0)} left"] * (job["left_s"] is not None)
+
+
+def reading_text(reading: Mapping[str, Any]) -> str:
+    """Return what a sample saw, as far as it could be seen."""
+    words = []
+    if reading["rss_bytes"] is not None:
+        words.append(f"{size_text(reading['rss_bytes'])} of memory used")
+    if reading["available_bytes"] is not None:
+        where = f"({reading['limit_source']})"
+        words.append(f"{size_text(reading['available_bytes'])} available {where}")
+    counts = ("connections", "open_files")
+    words += [f"{reading[n]} {n.replace('_', ' ')}" for n in counts if reading[n]]
+    return ", ".join(words) or "nothing could be seen"
+
+
+LIVE_ROWS = 60  # of the newest readings and events
+BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
+
+
+def render_live(job: dict[str, Any], now: str, columns: int, bars: str) -> list[str]:
+    """Return the live view of one job: how far, how fast, how well, and what happened last."""
+    width = max(8, columns - 32)
+    lines = [f"{job['job']}: {state_text(job)} for {age_text(job['since'], now)}", ""]
+    if job["expected"]:
+        done = width * min(job["read"], job["expected"]) // job["expected"]
+        share = min(1.0, job["read"] / job["expected"])
+        lines.append(f"[{'#' * done:-<{width}}] {share:4.0%}  {' '.join(speed_text(job)[1:])}")
+    shown = ("run", "records", "batches", "loops", "reading", "health", *FACTORS, "operations")
+    lines += [f"{name:<13} {line}" for name, line in about_run(job, now) if name in shown]
+    for name, gauge in (("memory", "rss_bytes"), ("connections", "connections")):
+        if any(values := [value or 0 for value in job["live"][gauge][-width:]]):
+            most = size_text(max(values)) if gauge == "rss_bytes" else f"{max(values)}"
+            lines.append(f"{name:<13} {sparkline(values, bars)}  at most {most}")
+    lines += [f"{'why':<13} {line}" for line in job["why"].splitlines()]
+    return [*lines, f"to type: {job['next']}"]
+
+
+def sparkline(values: Sequence[float], bars: str) -> str:
+    """Return values as a line of bars, from 0 to the largest of them."""
+    most = max(values)
+    return "".join(bars[round(value / most * (len(bars) - 1))] for value in values)
+
+
+def frame(head: list[str], tail: list[str], columns: int, rows: int) -> list[str]:
+    """Return lines that fit a screen: all of the head, and of the tail the newest."""
+    newest = tail[-max(1, rows - len(head)) :]
+    return [cut(visible(line), columns) for line in [*head, *newest][:rows]]
+
+
+def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
+    """Return what the screen about one run has beyond its line in the table."""
+    attempts, times = ledger.attempts(run), ledger.batch_times(run)
+    last = ledger.commit_row(run, run.number)
+    owners = [p for p in owners_of(run, attempts[-1] if attempts else None) if host.is_alive(p)]
+    cleanups = ledger.cleanups(run)
+    pending = sum(cleanup.done_at is None for cleanup in cleanups)
+    counted = {"done": len(cleanups) - pending, "PENDING": pending}
+    reading, check = ledger.readings(run, 1), ledger.health_checks(run, 1)
+    return {
+        "owners": processes_text(owners, host) if owners else "",
+        "attempts": list(map(summarise_attempt, attempts)),
+        "last_commit": last and last.at,
+        "batch_median_s": times[len(times) // 2] if times else None,
+        "batch_p95_s": times[int(len(times) * 0.95)] if times else None,
+        "course": course_text(run, last),
+        "reading": reading[0]._asdict() if reading else None,
+        "health_check": check[0]._asdict() if check else None,
+        "operations": ledger.operation_outcomes(run),
+        "rejects": ledger.reject_states(run) if run.rejected else {},
+        "cleanups": {state: count for state, count in counted.items() if count},
+    }
+
+
+def course_text(run: Run, last: BatchRow | None) -> str:
+    """Return which loops and steps a run has done, and where it is."""
+    if last is None or run.checkpoint is None:
+        return ""
+    passed = parse_checkpoint(run.checkpoint)[0].passed
+    done = [f"{kind} {name} done" for kind, name, *_ in passed]
+    if last.kind == "batch" and not run.finished:
+        known = last.last_key not in (None, "null")
+        done.append(f"now loop {last.loop}" + f" after key {one_line(last.last_key or '')}" * known)
+    return mask_secrets(", ".join(done))
 
 
 def render_report(summary: dict[str, Any]) -> str:
@@ -14304,7 +14646,7 @@ def render_attempt(attempt: dict[str, Any]) -> list[str]:
         parts.append(f"commits {first} to {last}" if last >= first else "no commit")
     parts += ["charged as a try"] * attempt["charged"]
     if attempt["peak_rss_bytes"]:
-        parts.append(f"peak {attempt['peak_rss_bytes'] // 1_000_000} MB")
+        parts.append(f"peak {size_text(attempt['peak_rss_bytes'])}")
     began = moment_text(attempt["began_at"])
     lines = [f"  {attempt['generation']}  {began}  {', '.join(parts)}"]
     lines += [f"     {line}" for line in (attempt["error"] or "").splitlines()]
@@ -14321,6 +14663,110 @@ def render_cleanup(cleanup: dict[str, Any]) -> str:
     took = f" in {cleanup['elapsed_s'] * 1000:.1f} ms" if cleanup["elapsed_s"] is not None else ""
     why = f": {cleanup['error']}" if cleanup["error"] else ""
     return f"  {cleanup['id']}  {cleanup['call']}  {done}{took}{why}"
+
+
+def summarise_configured(job_config: JobConfig, folder: Path) -> dict[str, Any]:
+    """Import a configured job and return what it declares; its mistakes are letters."""
+    found = load_job(job_config)
+    found.settings_from(job_config, {}, folder)
+    kinds = _declared(found.settings, job_config.name) if found.settings else {}
+    settings = []
+    for each in _declared_fields(found.settings):
+        default = [mask_secrets(repr(value)) for value in _defaults_of(each)]
+        kind = _type_name(kinds.get(each.name, ""))
+        settings.append(
+            {"name": each.name, "type": kind, "default": default[0] if default else None}
+        )
+    title = found.words.split("\n")[0]
+    return {"version": found.version, "title": title, "words": found.words, "settings": settings}
+
+
+def render_jobs(jobs: list[dict[str, Any]], now: str) -> str:
+    """Return the configured jobs as text: each with what it does, and its settings below it."""
+    lines = []
+    for job in jobs:
+        last = job["last_run"]
+        ran = (
+            f"run {last['run']} {last['state']} {age_text(last['since'], now)} ago" if last else ""
+        )
+        version = f"version {job['version']}" if "version" in job else "CANNOT BE USED"
+        lines.append(f"{job['job']}  {version}, {ran or 'never run'}")
+        lines.append(f"  {job.get('title') or job.get('error') or '-'}")
+        for each in job.get("settings", ()):
+            default = f" = {each['default']}" if each["default"] is not None else ", must be set"
+            lines.append(f"  {each['name']}: {each['type']}{default}")
+    return "\n".join(lines) or "no job is configured"
+
+
+# -- a run's log -----------------------------------------------------------------------------------
+
+
+class LogLine(NamedTuple):
+    """One line of a run's log, or an event of the run as one."""
+
+    at: str  # UTC, milliseconds; of a line without time, that of the line before
+    level: str  # a key of LEVELS, or the job's own
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.at} {self.level:<7} {self.text}"
+
+
+# `OUT` and `ERR` is what was printed; a level that is not named here counts as INFO.
+LEVELS = {"DEBUG": 10, "OUT": 20, "INFO": 20, "ERR": 30, "WARNING": 30, "ERROR": 40, "CRITICAL": 50}
+LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) ([A-Z]+) (.*)", re.DOTALL)
+WARNED_OF = ("failed", "interrupted", "awaiting", "refused", LEAK)
+
+
+def event_line(event: Event) -> LogLine:
+    """Return an event as a line of the log: said by batchrun."""
+    words = event.why if event.what.startswith(SAID) else f"{event.what}: {event.why}"
+    level = "WARNING" if event.what.startswith(WARNED_OF) else "INFO"
+    return LogLine(event.at, level, f"batchrun: {' '.join(words.split()).removesuffix(':')}")
+
+
+class LogFile:
+    """A run's log, read as it grows, also where it is moved, removed, made anew or cut short."""
+
+    def __init__(self, path: Path, begins: str) -> None:
+        self._path, self._file, self._rest = path, cast("IO[bytes] | None", None), b""
+        self._last = LogLine(begins, "INFO", "")
+
+    def new_lines(self, *, to_end: bool) -> Iterator[LogLine]:
+        """Yield what was written since the last time; `to_end`: a line that is not ended too."""
+        if self._file is not None:
+            yield from self._lines(to_end=to_end or not self._is_there(self._file))
+        if self._file is None or not self._is_there(self._file):
+            self.close()
+            with contextlib.suppress(OSError):
+                self._file = os.fdopen(os.open(self._path, READ_PLAIN), "rb")
+                yield from self._lines(to_end=to_end)
+
+    def close(self) -> None:
+        """Close the file; the next look opens it anew, from its beginning."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._rest = None, b""
+
+    def _is_there(self, file: IO[bytes]) -> bool:
+        with contextlib.suppress(OSError):
+            found, mine = self._path.lstat(), os.fstat(file.fileno())
+            return os.path.samestat(found, mine) and found.st_size >= file.tell()
+        return False
+
+    def _lines(self, *, to_end: bool) -> Iterator[LogLine]:
+        for piece in cast("IO[bytes]", self._file):
+            self._rest += piece
+            if piece.endswith(b"\n"):
+                yield self._taken()
+        if to_end and self._rest:
+            yield self._taken()
+
+    def _taken(self) -> LogLine:
+        text, self._rest = self._rest.decode(errors="replace").rstrip("\n"), b""
+        stamped = LOG_LINE.fullmatch(text)
+        self._last = LogLine(*stamped.groups()) if stamped else self._last._replace(text=text)
+        return self._last
 
 
 def state_text(summary: dict[str, Any]) -> str:
@@ -15035,13 +15481,15 @@ def times_of(sheet: Sheet) -> Iterator[tuple[float, str]]:
 #
 # Results go to stdout, progress and errors to stderr. A terminal gets one live line; the journal,
 # or -v, plain lines; everything else (cron, pipes) nothing on success and one letter otherwise.
-# Output that cannot be written never stops a run.
+# Output that cannot be written never stops a run. A result that cannot be written is OutputRefused,
+# unless its reader went away. What is shown has no control characters but those that draw.
 #
 # click takes 40 ms to load and a worker parses nothing: `command` only keeps what a command is
 # made of, and `build_command_line` makes click's objects of it.
 
 GROUPS = ("Every day", "Deploy", "Answer and mend", "Set up")
 PLAIN_LINE_EVERY_S = 60.0
+ERROR, WARNING, NEWS = 3, 4, 6  # priorities of the journal's lines, those of syslog
 
 
 class CommandParts(NamedTuple):
@@ -15128,11 +15576,20 @@ class Console:
         """Write a command's result: text, or with --json one document.
 
         Raises:
-            OSError: it cannot be written; a reader that has gone away is no error.
+            OutputRefused: it cannot be written; a reader that has gone away is no error.
         """
-        shown = json.dumps(document, default=str) if self.as_json else self.typed(text)
         with contextlib.suppress(BrokenPipeError):
+            self.write(text, document)
+
+    def write(self, text: str, document: Any) -> None:
+        """Write a result, or a part of one, to a reader that may go away: BrokenPipeError."""
+        shown = json.dumps(document, default=str) if self.as_json else visible(self.typed(text))
+        try:
             write_all(1, f"{mask_secrets(shown)}\n".encode())
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputRefused(error) from error
 
     def say(self, text: str) -> None:
         """Show one line about what happens."""
@@ -15140,7 +15597,7 @@ class Console:
             write_line(1, json.dumps({"type": "said", "text": text}))
         elif self.tells or self.live or self.plain:
             self._draw("")
-            write_line(2, self.typed(text))
+            self._tell(self.typed(text), WARNING if text.startswith("warning: ") else NEWS)
 
     def progress(self, run: Run) -> None:
         """Draw the live line anew, or write a line now and then: each tenth, and each minute."""
@@ -15160,7 +15617,7 @@ class Console:
                 document |= {"expected": run.expected, "records_per_s": round(rate, 1)}
                 write_line(1, json.dumps(document))
             elif self.plain:
-                write_line(2, f"{run.job} {progress_text(run, rate)}".rstrip())
+                self._tell(f"{run.job} {progress_text(run, rate)}".rstrip(), NEWS)
 
     def draw(self, line: str) -> None:
         """Draw a live line anew; an empty one takes it away."""
@@ -15174,6 +15631,12 @@ class Console:
         self._host.show_end(text)
         if self.as_json:
             text = json.dumps({"type": "error", "exit_code": int(code), "text": text})
+        self._tell(text, NEWS if code in FINE else ERROR)
+
+    def _tell(self, text: str, priority: int) -> None:
+        """Write lines to standard error; the journal is told how much each matters."""
+        if self._host.is_journal() and not self.as_json:
+            text = re.sub("^", f"<{priority}>", text, flags=re.MULTILINE)
         write_line(2, text)
 
     def typed(self, text: str) -> str:
@@ -15404,37 +15867,185 @@ def tick(app: App) -> ExitCode:
     return worst_of(codes)
 
 
-@command("Every day", word("name", required=False), exits=(ExitCode.FINDINGS, ExitCode.NOT_FOUND))
-def status_command(app: App, *, name: str | None) -> ExitCode:
+@command(
+    "Every day",
+    word("name", required=False, metavar="[RUN|JOB]"),
+    word("--watch", is_flag=True, help="Draw it anew each second, on a terminal, until q."),
+    exits=(ExitCode.FINDINGS, ExitCode.NOT_FOUND),
+)
+def status_command(app: App, *, name: str | None, watch: bool) -> ExitCode:
     """Show how jobs stand, why, and what to type next."""
-    jobs = []
+    if watch:
+        return watch_status(app, name)
+    said, document = status_of(app, name, screen_of)
+    now, columns = app.host.now(), app.host.terminal_columns(1)
+    jobs, maintenance = document["jobs"], document["maintenance"]
+    text = render_one_status(jobs[0], now) if name else render_status(jobs, now, columns)
+    for job in jobs:
+        job["next"] = app.console.typed(job["next"])
+    app.console.result("\n".join([*said, text]), document)
+    needs_someone = any(job["needs_someone"] for job in jobs)
+    is_overdue = maintenance is not None and maintenance["overdue"]
+    return ExitCode.FINDINGS if needs_someone or is_overdue else ExitCode.DONE
+
+
+DRAW_EVERY_S, LOOK_EVERY_S = 1.0, 0.2
+
+
+class Screen:
+    """A terminal that is drawn on, all of it; given back as it was on every way out."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        import termios
+        import tty
+
+        self._before = termios.tcgetattr(0)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler)
+        tty.setcbreak(0)
+        ways = termios.tcgetattr(0)
+        ways[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell this screen
+        termios.tcsetattr(0, termios.TCSANOW, ways)
+        write_all(1, b"\x1b[?1049h\x1b[?25l")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import termios
+
+        with contextlib.suppress(OSError):
+            write_all(1, b"\x1b[?25h\x1b[?1049l")
+        with contextlib.suppress(termios.error):
+            termios.tcsetattr(0, termios.TCSADRAIN, self._before)
+
+    def show(self, lines: list[str], encoding: str) -> bool:
+        """Draw lines and wait until they are to be drawn anew; False if it is to end.
+
+        They are drawn anew each second, and at once if the terminal has another size.
+        """
+        import select
+
+        size, until = self._host.terminal_size(1), self._host.monotonic() + DRAW_EVERY_S
+        text = "\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J"
+        try:
+            write_all(1, text.encode(encoding, "replace"))
+            while self._host.monotonic() < until and size == self._host.terminal_size(1):
+                if select.select([0], [], [], LOOK_EVERY_S)[0]:
+                    return os.read(0, 100) not in (b"", b"q", b"Q")
+        except OSError:  # the terminal is gone
+            return False
+        return True
+
+
+def watch_status(app: App, name: str | None) -> ExitCode:
+    """Draw how jobs stand until q or Ctrl-C is typed or the terminal is gone; reads only."""
+    if app.console.as_json or not (os.isatty(0) and app.host.terminal_columns(1)):
+        what = "status --watch draws on a terminal, and here is none (or TERM is dumb, or --json)."
+        raise ConfigurationError(what, todo=f"Type: batchrun status {name or ''}".rstrip())
+    encoding = sys.stdout.encoding or "ascii"
+    bars = PLAIN_BARS if "█".encode(encoding, "ignore") == b"" else BARS
+    status_of(app, name)  # what is wrong is told before the screen is taken
+    with contextlib.suppress(KeyboardInterrupt), Screen(app.host) as screen:
+        while screen.show(live_view(app, name, bars), encoding):
+            pass
+    return ExitCode.DONE
+
+
+def live_view(app: App, name: str | None, bars: str) -> list[str]:
+    """Return what the screen shows now, line by line."""
+    now, tail, (columns, rows) = app.host.now(), list[str](), app.host.terminal_size(1)
+    said, document = status_of(app, name, live_of)
+    head = [f"{now[:10]} {now[11:19]}Z  q quits", *said, ""]
+    if name and (job := document["jobs"][0])["run"]:
+        tail = ["", *job["live"]["events"]]
+        head += render_live(job, now, columns, bars)
+    else:
+        head += render_status(document["jobs"], now, columns).splitlines()
+    return frame(list(map(app.console.typed, head)), tail, columns, rows)
+
+
+# What a job's document is to have beyond its line in the table.
+More = Callable[[App, Ledger, Run], dict[str, Any]]
+
+
+def status_of(
+    app: App, name: str | None, more: More | None = None
+) -> tuple[list[str], dict[str, Any]]:
+    """Return what is to be said before all else, and how jobs stand, as one JSON document."""
+    lockfile = app.state.maintenance.find()
     with app.ledger(write=False) as ledger:
-        for each in [name] if name else app.config.jobs:
-            is_job = each in app.config.jobs
-            run = ledger.latest(each) if is_job else app.find_run(ledger, each)
-            job = run.job if run else each
-            stands = standing(ledger, run, app.host) if run else never_run(job)
-            refused = ledger.refused_since_success(job)
-            found = [c for c in ledger.stuck_cleanups() if c.job == job]
-            stuck = [stuck_cleanup(ledger, cleanup) for cleanup in found]
-            leaks = [event.why for event in ledger.events(run, what=LEAK)] if run else []
-            success = ledger.last_success(job)
-            jobs.append(summarise_job(job, run, stands, success, refused, stuck, leaks))
+        known = lockfile, ledger.stuck_cleanups(), more if name else None
+        jobs = [stand(app, ledger, each, *known) for each in ([name] if name else app.config.jobs)]
         barrier = ledger.barrier()
         drain = ledger.drain_of(barrier)
-    lockfile = app.state.maintenance.find()
-    text = render_one_status(jobs[0]) if name else render_status(jobs, app.host.now())
     said = render_lockfile(lockfile, app.host.now()) if lockfile else []
     said += [drain_text(drain, barrier)] if drain and barrier and lockfile else []
     said += [warning] if (warning := app.state.warning()) else []
-    for each_job in jobs:
-        each_job["next"] = app.console.typed(each_job["next"])
     document = {"jobs": jobs, "maintenance": lockfile and lockfile._asdict(), "warning": warning}
-    document["drain"] = drain and drain._asdict()
-    app.console.result("\n".join([*said, text]), document)
-    needs_someone = any(each_job["needs_someone"] for each_job in jobs)
-    is_overdue = lockfile is not None and lockfile.overdue
-    return ExitCode.FINDINGS if needs_someone or is_overdue else ExitCode.DONE
+    return said, {**document, "drain": drain and drain._asdict()}
+
+
+def stand(
+    app: App,
+    ledger: Ledger,
+    name: str,
+    lockfile: Lockfile | None,
+    stuck: list[Cleanup],
+    more: More | None,
+) -> dict[str, Any]:
+    """Return how one job, or a run by its id, stands."""
+    run = ledger.latest(name) if name in app.config.jobs else app.find_run(ledger, name)
+    job = run.job if run else name
+    stands = standing(ledger, run, app.host) if run else never_run(job)
+    tags = app.config.jobs[job].tags if job in app.config.jobs else ()
+    closed = lockfile is not None and closes(lockfile.scopes, job, tags)
+    found = [stuck_cleanup(ledger, cleanup) for cleanup in stuck if cleanup.job == job]
+    rate = ledger.rate(run) if run and run.state in OWNED else 0.0
+    numbers = ledger.last_success(job), ledger.refused_since_success(job)
+    made = summarise_job(job, run, closed_standing(stands, closed=closed), *numbers, found, rate)
+    if run and more:
+        about = {"about": summarise_about(ledger, run, app.host), **more(app, ledger, run)}
+        obstacles = about.pop("obstacles", [])
+        made["why"] = "\n".join(filter(None, [made["why"], *obstacles]))
+        made |= {**about, "needs_someone": made["needs_someone"] or bool(obstacles)}
+    return made
+
+
+def screen_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
+    """Return what the screen of a run has and the live view has not: leaks, and what is in its way.
+
+    Of one that rests its job's file is imported to know that, if it is this user's own.
+    """
+    leaks, obstacles = [event.why for event in ledger.events(run, what=LEAK)], list[str]()
+    if run.finished or is_going_on(ledger, run, app.host):
+        return {"leaks": leaks}
+    with contextlib.suppress(OSError):
+        if holders := JobLock(app.state.lock_path(run.job)).owners(app.host):
+            obstacles.append(f"The job's lock is held by pid {', '.join(map(str, holders))}.")
+    if run.job in app.config.jobs and app.state.path.stat().st_uid == os.geteuid():
+        sys.dont_write_bytecode = True
+        try:
+            app.require_trusted()
+            finding = cannot_go_on(app.config, app.state, ledger, run, {})
+        except BatchrunError as error:
+            finding = Finding(error.what, error.why, error.todo)
+        if finding:
+            obstacles += [finding.what, finding.why]
+            obstacles += [finding.todo] * (not finding.todo.startswith("batchrun cancel"))
+    return {"leaks": leaks, "obstacles": obstacles}
+
+
+def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
+    """Return what the live view of a run has beyond its screen."""
+    events = ledger.events(run, after=max(0, ledger.newest_event() - 10 * LIVE_ROWS))
+    readings = ledger.readings(run, LIVE_ROWS)
+    live: dict[str, Any] = {"events": [f"{event_line(event)}" for event in events[-LIVE_ROWS:]]}
+    for gauge in ("rss_bytes", "connections"):
+        live[gauge] = [getattr(reading, gauge) for reading in readings]
+    return {"live": live}
 
 
 @command(
@@ -15501,6 +16112,47 @@ def show_report(
         text, document = f"written: {path}", {"html": str(path), "bytes": len(content)}
     app.console.result(render_markdown(sheet) if how["markdown"] else text, document)
     return ExitCode.DONE
+
+
+FOLLOW_EVERY_S = 0.25
+
+
+@command(
+    "Every day",
+    word("run"),
+    word("-f", "--follow", is_flag=True, help="Go on until the run stops, or Ctrl-C."),
+    word("--level", default="DEBUG", metavar="LEVEL", help="No lower ones: INFO, WARNING, ERROR."),
+    word("--since", metavar="2h|TIME", help="Nothing older."),
+    exits=[ExitCode.NOT_FOUND],
+)
+def logs_command(app: App, *, run: str, follow: bool, level: str, since: str | None) -> ExitCode:
+    """Show what a run's job logged and printed, and what batchrun did, in order."""
+    if (least := LEVELS.get(level.upper())) is None:
+        raise ConfigurationError(f"--level {level!r} is none of {', '.join(LEVELS)}.")
+    after = parse_past(since, app.host.now()) if since else ""
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+        for line in log_lines(app, run, follow=follow):
+            if line.at >= after and LEVELS.get(line.level, LEVELS["INFO"]) >= least:
+                app.console.write(str(line), {"type": "log", **line._asdict()})
+    return ExitCode.DONE
+
+
+def log_lines(app: App, name: str, *, follow: bool) -> Iterator[LogLine]:
+    """Yield the lines of a run's log and its events, ordered by their time at each look."""
+    import heapq
+
+    log, seen, goes_on = None, 0, True
+    while goes_on:
+        with app.ledger(write=False) as ledger:  # never kept open: that would keep the WAL
+            run = app.find_run(ledger, name)
+            events = ledger.events(run, after=seen)
+            goes_on = follow and is_going_on(ledger, run, app.host)
+        name, seen = run.id, events[-1].id if events else seen
+        log = log or LogFile(app.state.log_path(run), run.created_at)
+        lines = log.new_lines(to_end=not goes_on)
+        yield from heapq.merge(map(event_line, events), lines, key=attrgetter("at"))
+        if goes_on:
+            app.host.sleep(FOLLOW_EVERY_S)
 
 
 def report_drain(app: App, number: int | None) -> ExitCode:
@@ -15663,7 +16315,23 @@ def parse_until(text: str, now: str) -> str:
     if moment <= begun:
         what = f"--until {text!r} has passed."
         raise ConfigurationError(what, unchanged="Nothing was changed.")
+    return utc_of(moment)
+
+
+def utc_of(moment: datetime) -> str:
+    """Return a moment as UTC text."""
     return utc_text(int(moment.timestamp() * 1000) * 1_000_000)
+
+
+def parse_past(text: str, now: str) -> str:
+    """Return a moment in the past as UTC text: "2h" ago, or a moment, local without a zone."""
+    try:
+        return utc_of(datetime.fromisoformat(now) - timedelta(seconds=parse_duration(text)))
+    except (ValueError, OverflowError):
+        with contextlib.suppress(ValueError, OverflowError):
+            return utc_of(datetime.fromisoformat(text).astimezone())
+    what = f"--since {text!r} is neither a duration nor a moment."
+    raise ConfigurationError(what, todo="Write: --since 2h, or --since 2026-01-31T17:30")
 
 
 @command(
@@ -16142,26 +16810,25 @@ def inventory_sync(ctx: Context[Settings]):
 
 @command("Set up")
 def jobs_command(app: App) -> ExitCode:
-    """Load the configured jobs and list them."""
+    """Load the configured jobs and list them: what they do, their settings, their last run."""
     app.require_trusted()
-    rows = [["job", "version", "settings", "what it does"]]
-    documents: list[dict[str, object]] = []
+    last: dict[str, Run] = {}
+    with contextlib.suppress(BatchrunError), app.ledger(write=False) as ledger:
+        last = {run.job: run for run in ledger.latest_of_each_job()}
+    documents: list[dict[str, Any]] = []
     wrong: list[BatchrunError] = []
     os.chdir(app.config.folder)
     for name, job_config in app.config.jobs.items():
+        document: dict[str, Any] = {"job": name, "file": str(job_config.path), "last_run": None}
+        if run := last.get(name):
+            document["last_run"] = {"run": run.id, "state": run.state, "since": run.changed_at}
         try:
-            found = load_job(job_config)
-            found.settings_from(job_config, {}, app.config.folder)
+            document |= summarise_configured(job_config, app.config.folder)
         except BatchrunError as error:
             wrong.append(error)
-            rows.append([name, "-", "-", error.what])
-            documents.append({"job": name, "error": error.what, "file": str(job_config.path)})
-            continue
-        settings = list(getattr(found.settings, "__dataclass_fields__", {}))
-        document = {"job": name, "version": found.version, "settings": settings}
-        documents.append({**document, "title": found.title, "file": str(job_config.path)})
-        rows.append([name, str(found.version), ", ".join(settings) or "-", found.title])
-    app.console.result(render_table(rows), {"jobs": documents})
+            document["error"] = error.what
+        documents.append(document)
+    app.console.result(render_jobs(documents, app.host.now()), {"jobs": documents})
     for letter in wrong:
         app.console.letter(str(letter), letter.exit_code)
     return wrong[0].exit_code if wrong else ExitCode.DONE
@@ -16416,18 +17083,27 @@ def run_command_line(arguments: list[str]) -> int:
         app.console.letter(str(error), error.exit_code)
         return error.exit_code
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-        what = (
-            f"{'Disk full' if full else 'The system refused'}: {text}.\nNothing more was changed."
-        )
-        todo = f"Mend that, then start again: {_typed('batchrun', *sys.argv[1:])}"
-        app.console.letter(f"{what}\n{todo}", ExitCode.STATE_DIRECTORY)
-        return ExitCode.STATE_DIRECTORY
+        letter = refused_by_system(error, arguments)
+        app.console.letter(str(letter), letter.exit_code)
+        return letter.exit_code
+
+
+def refused_by_system(error: OSError, arguments: list[str]) -> BatchrunError:
+    """Return what the system refused as a letter."""
+    if {"--help", "--version"} & set(arguments):  # which click writes by itself
+        return OutputRefused(error)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+    return StateDirectoryError(
+        f"{'Disk full' if full else 'The system refused'}: {text}.",
+        unchanged="Nothing more was changed.",
+        todo=f"Mend that, then start again: {_typed('batchrun', *sys.argv[1:])}",
+    )
 
 
 def main() -> NoReturn:
     """Run the command line and leave by os._exit: a held lock is never given back on the way."""
+    occupy_standard_descriptors()
     code, names = int(ExitCode.FAILED), [parts.name for parts in COMMANDS]
     if next((word for word in sys.argv[1:] if word in names), "") in ("run", "resume", "drain"):
         block_stops()  # a stop that comes this early is counted too

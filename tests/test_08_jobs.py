@@ -1518,7 +1518,7 @@ def test_what_a_job_prints_is_in_the_log_even_if_it_is_killed(shop: Shop) -> Non
     assert shop.project.run("run", "sync").code == 1
     (log,) = shop.folder.glob("state/logs/sync/*.log")
     printed, logged = log.read_text().splitlines()
-    assert printed == "printed"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z OUT printed", printed)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO logged", logged)
 
 

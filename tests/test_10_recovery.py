@@ -578,7 +578,7 @@ def test_a_full_disk_is_no_corruption_and_goes_on_when_there_is_room(shop: Shop)
     ended = shop.batchrun("run", "sync", point="file.fsync=ENOSPC")
     assert (ended.code, shop.number) == (5, 2)
     (log,) = shop.project.state.glob("logs/sync/*")
-    assert log.read_text().startswith("Disk full: a checkpoint cannot be written")
+    assert " ERROR Disk full: a checkpoint cannot be written" in log.read_text().splitlines()[0]
     assert shop.goes_on() == ["commit 3 is in the target already: rolled forward"]
     shop.project.write('min_free = "900TB"\n' + CONFIG, sync=JOB)
     full = shop.batchrun("run", "sync")

@@ -303,7 +303,7 @@ def test_an_attempt_without_a_worker_process_leaves_no_file_for_last_words(
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_a_log_that_is_no_plain_file_is_refused_with_a_letter(project: Project, kind: str) -> None:
+def test_a_run_goes_on_without_a_log_that_is_no_plain_file(project: Project, kind: str) -> None:
     write_job(project)
     project.run("run", "sync", "--batches", "1")
     (log,) = (project.state / "logs" / "sync").glob("*.log")
@@ -315,12 +315,13 @@ def test_a_log_that_is_no_plain_file_is_refused_with_a_letter(project: Project, 
         os.mkfifo(log)
     else:
         log.mkdir()
-    ended = project.run("run", "sync", limit_s=10)
-    assert ended.code == 5
-    assert f"The log {log} cannot be written: " in ended.err
+    ended = project.run("-v", "run", "sync", limit_s=30)
+    assert ended.code == 0
+    assert f"warning: The log {log} cannot be written: " in ended.err
+    assert (
+        f"batchrun: warning: The log {log} cannot be written: " in project.run("logs", "sync").out
+    )
     assert victim.read_text() == "mine\n"
-    log.rmdir() if kind == "folder" else log.unlink()
-    finish_after(project, 0)
 
 
 # --- who may run --------------------------------------------------------------------------------

@@ -144,14 +144,42 @@ DONE = batchrun.summarise_job(
 )
 
 
+ABOUT = {
+    "owners": "pid 7 (for 2m03s)",
+    "attempts": 5 * [batchrun.summarise_attempt(ATTEMPT)],
+    "last_commit": "2026-01-31T23:59:50.000Z",
+    "batch_median_s": 0.5,
+    "batch_p95_s": 1.25,
+    "course": 'step make table done, now loop main after key "SKU-7"',
+    "reading": {
+        "at": "2026-02-01T00:00:40.000Z",
+        "rss_bytes": 38_000_000,
+        "available_bytes": 1_500_000_000,
+        "limit_source": "host",
+        "connections": 3,
+        "open_files": 0,
+    },
+    "health_check": {
+        "at": "2026-02-01T00:00:30.000Z",
+        "verdict": "go on",
+        "memory": "ok",
+        "connections": "unknown: not seen",
+        "dependencies": "bad: shop",
+    },
+    "operations": {"done": 5, "open": 2},
+    "rejects": {},
+    "cleanups": {"done": 1, "PENDING": 1},
+}
+
+
 def test_the_status_of_all_jobs_is_a_table_and_what_to_type() -> None:
     assert batchrun.render_status([PAUSED, NEVER, DONE], NOW) == (
-        "job     state          for    records           last success  skipped\n"
-        "stock   paused (stop)  2m00s  10,000 of 24,000  -             -\n"
-        "prices  never run      -      -                 -             12\n"
-        "orders  succeeded      2m00s  5                 1d04h ago     -\n"
-        "to type: batchrun resume a1b2c3d4e5\n"
-        "to type: batchrun run prices"
+        "job     state          for    batches  records  of      done  success    skipped\n"
+        "stock   paused (stop)  2m00s  2        10,000   24,000  42%   -          -\n"
+        "prices  never run      -      -        -        -       -     -          12\n"
+        "orders  succeeded      2m00s  2        5        -       -     1d04h ago  -\n"
+        "to type for stock: batchrun resume a1b2c3d4e5\n"
+        "to type for prices: batchrun run prices"
     )
 
 
@@ -159,10 +187,27 @@ def test_the_status_of_one_job_ends_with_why_and_one_line_to_type() -> None:
     why = "Its processes are gone.\nNo more is known."
     stands = STANDS._replace(state=RunState.INTERRUPTED, why=why)
     status = batchrun.summarise_job("stock", RUN._replace(reason=""), stands, None, 3)
-    assert batchrun.render_one_status(status) == (
+    status["about"] = ABOUT
+    assert batchrun.render_one_status(status, NOW) == (
         "stock: interrupted since 2026-01-31 23:59:00Z\n"
-        "  run           a1b2c3d4e5\n"
+        "  run           a1b2c3d4e5, owned by pid 7 (for 2m03s)\n"
         "  records       10,000 of 24,000\n"
+        "  batches       2, newest commit 1m10s ago, median 0.50 s, 95th percentile 1.25 s\n"
+        '  loops         step make table done, now loop main after key "SKU-7"\n'
+        "  attempt       1  2026-01-31 23:00:01Z  raised, commits 1 to 3, charged as a try,"
+        " peak 38 MB  (1 earlier ones)\n"
+        + 3
+        * (
+            "  attempt       1  2026-01-31 23:00:01Z  raised, commits 1 to 3, charged as a try,"
+            " peak 38 MB\n"
+        )
+        + "  reading       38 MB of memory used, 1.5 GB available (host), 3 connections, 20s ago\n"
+        "  health        go on, 30s ago\n"
+        "  memory        ok\n"
+        "  connections   unknown: not seen\n"
+        "  dependencies  bad: shop\n"
+        "  operations    5 done, 2 open\n"
+        "  cleanups      1 done, 1 PENDING\n"
         "  last success  -\n"
         "  skipped       3 starts since\n"
         "  why           Its processes are gone.\n"

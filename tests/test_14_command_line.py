@@ -222,7 +222,8 @@ def test_the_journal_gets_plain_lines(shop: Project) -> None:
     ended = shop.run("run", "count", env={**clean_environment(), **stream})
     last = ended.err.splitlines()[-1]
     assert (ended.code, ended.out) == (0, "")
-    assert last.startswith(f"count: run {run_id(shop)} succeeded after ")
+    assert last.startswith(f"<6>count: run {run_id(shop)} succeeded after ")
+    assert all(line.startswith(("<6>", "<4>warning: ")) for line in ended.err.splitlines())
     assert not {"\r", "\x1b"} & {*ended.err}
 
 
@@ -728,7 +729,12 @@ def test_jobs_shows_what_is_wrong_with_one_jobs_settings_beside_the_others(shop:
     shop.write_file("batchrun.toml", CONFIG + "\n[jobs.other]\nuses = 'count'\nfed = 1\n")
     shown = shop.run("jobs")
     assert shown.code == 2
-    assert [line.split()[0] for line in shown.out.splitlines()] == ["job", "count", "other"]
+    assert shown.out == (
+        "count  version 1, never run\n"
+        "  -\n"
+        "other  CANNOT BE USED, never run\n"
+        "  The job other has no settings, but fed is given.\n"
+    )
     assert "fed" in shown.err
 
 
@@ -736,13 +742,47 @@ def test_repair_of_a_run_that_nobody_knows_is_not_found(paused: Project) -> None
     assert paused.run("repair", "nosuch").code == 4
 
 
-def test_a_result_that_cannot_be_written_is_no_success(paused: Project) -> None:
-    words = [*LAUNCH, "status"]
-    with Path("/dev/full").open("w") as full:
-        ended = subprocess.run(
-            words, cwd=paused.folder, stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
-    assert (ended.returncode, "Traceback" in ended.stderr) == (5, False)
+def with_output(project: Project, output: str, words: str) -> tuple[int, str]:
+    """Run a command whose standard output is redirected by the shell; return code and stderr."""
+    ended = subprocess.run(
+        ["bash", "-c", f'"$@" {words} {output}', "bash", *LAUNCH],
+        cwd=project.folder,
+        env={**clean_environment(), "LANG": "C", "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return ended.returncode, ended.stderr
+
+
+READING = ("status", "status count", "logs count", "report count", "jobs", "--json status")
+
+
+@pytest.mark.parametrize("words", READING)
+def test_a_result_that_cannot_be_written_is_told_in_words_of_its_own(
+    paused: Project, words: str
+) -> None:
+    why = {"> /dev/full": "No space left on device", ">&-": "Bad file descriptor"}
+    for output, reason in why.items():
+        code, said = with_output(paused, output, words)
+        assert code == 1
+        assert f"Standard output cannot be written: {reason}." in said
+        assert "Traceback" not in said
+    assert with_output(paused, "| true", words) == (0, "")
+
+
+def test_help_that_cannot_be_written_is_told_so_too(shop: Project) -> None:
+    code, said = with_output(shop, "> /dev/full", "--help")
+    lost = "What the command was to do is done; only its words are lost."
+    full = "Standard output cannot be written: No space left on device."
+    assert (code, said.splitlines()) == (1, [full, lost])
+
+
+def test_a_file_never_becomes_an_output_that_was_closed(paused: Project) -> None:
+    before = everything_in(paused.folder)
+    assert with_output(paused, "<&- >&-", "status count")[0] == 1
+    assert everything_in(paused.folder) == before
 
 
 def test_a_folder_whose_path_is_not_utf_8_is_refused_in_words(project: Project) -> None:

@@ -519,7 +519,9 @@ def test_who_has_lost_the_run_leaves_its_cleanups_to_the_owner(
     shop.let_go()
     assert shop.project.finish(process).code == 14
     (log,) = (shop.folder / "state").rglob(f"{shop.run_id()}.log")
-    assert "\nThe job raised ValueError: E1 in batch 2.\nLost ownership of run" in log.read_text()
+    lines = [line.partition(" ERROR ")[2] for line in log.read_text().splitlines()]
+    raised = lines.index("The job raised ValueError: E1 in batch 2.")
+    assert lines[raised + 1].startswith("Lost ownership of run")
     assert shop.done() == ["released 3", "released 2", "released 1"]
     assert (shop.tables(), shop.pending()) == (3, 3)
 

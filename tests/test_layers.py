@@ -18,23 +18,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
-    "Vocabulary": 555,
-    "Host": 790,
-    "Configuration": 1_040,
+    "Vocabulary": 565,
+    "Host": 815,
+    "Configuration": 1_045,
     "Checkpoints": 485,
-    "Ledger": 2_530,
+    "Ledger": 2_550,
     "Locks and maintenance": 450,
     "Health": 895,
     "Jobs": 2_830,
     "Operations": 645,
-    "Recovery": 950,
-    "Worker": 815,
-    "Supervisor": 1_750,
-    "Reports": 1_190,
-    "Command line": 1_420,
+    "Recovery": 975,
+    "Worker": 900,
+    "Supervisor": 1_730,
+    "Reports": 1_480,
+    "Command line": 1_650,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 16_450  # must stay under
+LINES_IN_ALL = 17_126  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
