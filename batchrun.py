@@ -6373,6 +6373,7 @@ def probe_main() -> None:
 
     host, answers = Host(), queue.SimpleQueue[Answer]()
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())  # a supervisor blocks its stops
     host.ask_for_signal_at_parents_death()
     try:
         with os.fdopen(int(sys.argv[1])) as file:
