@@ -898,7 +898,8 @@ def test_a_truncated_ledger_is_damaged_at_once_or_when_looked_at(at_rest: Path) 
             ledger = open_ledger(at_rest, HOST, create=True, witnesses=True)
         except PersonNeeded:
             continue
-        assert ledger.damage() != "", length
+        lost = content[length:].strip(b"\0")  # the end of an empty table's page: SQLite reads zeros
+        assert ledger.damage() != "" or not lost, length
         ledger.close()
 
 
