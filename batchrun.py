@@ -5413,6 +5413,9 @@ class Ledger:
         with self._letters():
             try:
                 found = [str(row[0]) for row in self._sql("PRAGMA quick_check(3)")]
+                count, size = (self._connection.pragma(of) for of in ("page_count", "page_size"))
+                if size_of(self.path) < count * size and not self.log_bytes():
+                    return f"the file ends within page {count}"  # SQLite reads zeros there
             except (apsw.CorruptError, apsw.NotADBError) as error:
                 return str(error)
         return "" if found == ["ok"] else "; ".join(found)
