@@ -260,7 +260,7 @@ EXIT_SENTENCES = {
     ExitCode.NOT_FOUND: "no such job or run",
     ExitCode.STATE_DIRECTORY: "the state directory cannot be used: full, read-only, I/O error, ...",
     ExitCode.DONE_WITH_REJECTS: "done; records were rejected within the limits",
-    ExitCode.BUSY: "busy: another process runs this job",
+    ExitCode.BUSY: "busy: another process runs this job (13 once that is stalled)",
     ExitCode.MAINTENANCE: "maintenance: refused",
     ExitCode.PERSON_NEEDED: "a person is needed; the message ends with what to type",
     ExitCode.LOST_OWNERSHIP: "lost ownership: another generation took over",
@@ -321,6 +321,12 @@ class Busy(BatchrunError):
     """Another process owns the job, or holds the ledger for too long."""
 
     exit_code = ExitCode.BUSY
+
+
+class Stalled(Busy):
+    """The process that owns the job gets nothing done; a person is to end it."""
+
+    exit_code = ExitCode.PERSON_NEEDED
 
 
 class MaintenanceOn(BatchrunError):
@@ -700,6 +706,36 @@ class Finding(NamedTuple):
     what: str
     why: str = ""
     todo: str = ""
+
+
+# What people are told of, in the order in which it is told.
+ALERTS = ("failed", "awaiting", "paused", "stalled", "overdue", "late", "recovered")
+PINGS = {"ping start": "/start", "ping success": "", "ping fail": "/fail"}  # kind -> end of its URL
+
+
+class Alert(NamedTuple):
+    """What people are told, once: one row of the table `alert` as soon as it is raised."""
+
+    kind: str  # one of ALERTS or PINGS
+    about: str  # with the kind, what it is known by as long as it stands
+    job: str | None
+    run: str | None  # id
+    why: str
+    todo: str = ""
+    id: int | None = None
+    at: str = ""
+    event: int = 0  # the ledger's clock when it was raised
+    pending: Sequence[str] = ()  # the ways by which it is still to be told
+    closed_at: str | None = None  # until then it stands
+
+
+class Delivery(NamedTuple):
+    """One try to tell an alert: its row in the table `delivery`, and how often it was tried."""
+
+    id: int
+    alert: Alert
+    way: str
+    tries: int
 
 
 # ======================================================================================
@@ -1528,6 +1564,7 @@ def make_private_folder(path: Path) -> None:
 #     [jobs.NAME]          uses, the same options, and the settings of the job
 #     [health]             HEALTH_KEYS: when to look, and what is too little
 #     [[health.dependency]], [[health.database]]   what jobs need, one table each
+#     [alerts]             ALERT_KEYS: who is told, and of what
 #
 # A key has the name of its field without the unit, which is part of its value ("60s"). Relative
 # paths are relative to the config file, never to the working directory.
@@ -1544,7 +1581,8 @@ def make_private_folder(path: Path) -> None:
 #
 # Secrets: what a Secret holds, what is read by { env = } or { file = }, what is named like a secret
 # and passwords inside other settings are remembered by this process, and mask_secrets() replaces
-# them wherever they appear. A new password is not a changed setting: see identity().
+# them wherever they appear. A new password is not a changed setting: see identity(). The URL of a
+# webhook or ping is one too, as a whole: whoever knows it can speak in our name.
 
 _UNITS_S = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 _UNITS_BYTES = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -1724,12 +1762,39 @@ LOCAL_SCHEMES = ("unix", "sqlite")  # a path follows
 
 def _url(value: object) -> str | dict[str, object]:
     """Read the address of a dependency: text that is one, or where the text is read from."""
-    if isinstance(value, dict) and len(value) == 1 and value.keys() <= {"env", "file"}:
-        return value
+    if _is_reference(value):
+        return cast("dict[str, object]", value)
     if not isinstance(value, str) or (value and value.partition(":")[0] not in SCHEMES):
         ways = ", ".join(f"{scheme}:" for scheme in SCHEMES)
         raise ValueError(f"an address that begins with one of {ways} is wanted")
     return value and require_url(value)
+
+
+def _is_reference(value: object) -> bool:
+    """Tell whether text is to be read from elsewhere: { env = } or { file = }."""
+    return isinstance(value, dict) and len(value) == 1 and value.keys() <= {"env", "file"}
+
+
+def _secret_url(value: object) -> str | dict[str, object]:
+    """Read the address of a webhook or ping; all of it is masked from now on."""
+    if isinstance(value, str):
+        remember_secret(value)
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError("an address that begins with http:// or https:// is wanted")
+    return _url(value)
+
+
+def _header(value: object) -> str | dict[str, object]:
+    """Read a header of HTTP, its value masked from now on, or where it is read from."""
+    if _is_reference(value) or value == "":
+        return cast("dict[str, object]", value)
+    text = value if isinstance(value, str) else ""
+    remember_secret(text)
+    found = re.fullmatch(r"[A-Za-z0-9-]+: *(\S[^\r\n]*)", text)
+    if found is None:
+        raise ValueError('a header is wanted, "Name: value"')
+    remember_secret(found[1])
+    return text
 
 
 def require_url(url: str) -> str:
@@ -1756,7 +1821,9 @@ def url_path(url: str) -> str:
 
 
 # ~ is refused because cron, systemd and sudo disagree on whose home it is.
-_PATH = _text(Path, r"[^~\0][^\0]*", 'a path without "~", relative to the config file or whole,')
+_PATH_WANTED = 'a path without "~", relative to the config file or whole,'
+_PATH = _text(Path, r"[^~\0][^\0]*", _PATH_WANTED)
+_PATH_OR_NONE = _text(lambda v: Path(v) if v else None, r"([^~\0][^\0]*)?", _PATH_WANTED)
 _FUNCTION = _text(str, r"[A-Za-z_]\w*(:[A-Za-z_]\w*)?", '"function" or "module:function"')
 _REFUSE_OR_FRESH = _text(str, "refuse|fresh", '"refuse" or "fresh"')
 _PLAN_B = _text(str, "pause|fail|reject", '"pause", "fail" or "reject"')
@@ -1774,6 +1841,7 @@ TOP_KEYS = {
     "min_free": ConfigKey("min_free_bytes", "16MB", parse_size, "below it no run starts"),
     "keep": ConfigKey("keep_s", "90d", parse_duration, "finished runs, then they go; 0: for ever"),
     "max_maintenance": ConfigKey("max_maintenance_s", "1d", parse_duration, "older is overdue"),
+    "metrics_folder": ConfigKey("metrics_folder", "", _PATH_OR_NONE, "of node_exporter's files"),
 }
 OPTIONS = {
     "batch_size": ConfigKey("batch_size", 5000, _whole(1, BATCH_SIZE_MAX), "records, at most"),
@@ -1799,6 +1867,8 @@ OPTIONS = {
     "zone": ConfigKey("zone", "UTC", _zone, "whose days those are"),
     "max_remembered": ConfigKey("max_remembered_bytes", "64MB", parse_size, "by one batch"),
     "critical": ConfigKey("critical", default=False, read=_yes_or_no, meaning="needs a rollback"),
+    "expect_every": ConfigKey("expect_every_s", "0", parse_duration, "a success; else it is late"),
+    "stalled_after": ConfigKey("stalled_after_s", "15m", parse_duration, "without a commit"),
 }
 _FACTOR = _text(str, "|".join(FACTORS), " or ".join(json.dumps(name) for name in FACTORS))
 _NAME = _text(str, r"\S(.{0,62}\S)?", "a name of 1 to 64 characters")
@@ -1826,10 +1896,24 @@ DEPENDENCY_KEYS = NEED_KEYS | {
 DATABASE_KEYS = NEED_KEYS | {
     "normal": ConfigKey("normal", 10, _whole(1, 100_000), "connections of a job; more is bad"),
 }
+_ALERT = _text(str, "|".join(ALERTS), " or ".join(map(json.dumps, ALERTS)))
+ALERT_KEYS = {
+    "command": ConfigKey("command", [], _WORDS, "that is given each event as JSON"),
+    "webhook": ConfigKey("webhook", "", _secret_url, "to which each event is posted as JSON"),
+    "header": ConfigKey("header", "", _header, "of the webhook's requests"),
+    "on": ConfigKey("on", [*ALERTS], _listed(_ALERT, "kinds"), "what is told"),
+    "paused_after": ConfigKey(
+        "paused_after_s", "30m", parse_duration, "by health; then it is told"
+    ),
+    "timeout": ConfigKey("timeout_s", "10s", _lasting(0.1), "of each try"),
+}
 _TAGS = _listed(_text(str, _JOB_NAME, "a name like a job's"), "names")
 JOB_KEYS = {
     "uses": ConfigKey("uses", "NAME", _FUNCTION, "the job's function"),
     "tags": ConfigKey("tags", [], _TAGS, "names of groups that the job belongs to"),
+    "ping": ConfigKey(
+        "ping", "", _secret_url, "asked for at each start (/start) and end (or /fail)"
+    ),
     **OPTIONS,
 }
 
@@ -1844,14 +1928,25 @@ class Need(NamedTuple):
     critical: bool
     jobs: tuple[str, ...]  # that need it; none: all
     command: tuple[str, ...] = ()
-    expect: int = 200
+    expect: int = 200  # 0: any answer from 200 to 299
     normal: int = 0  # how many connections to it a job normally has; 0: they are not counted
+    header: str | Mapping[str, object] = ""
+    body: str = ""  # what it is told: posted to the url, or on the command's stdin
+    suffix: str = ""  # of the url
 
     def address(self, folder: Path) -> str:
         """Return the url as text, read from elsewhere if it says so; ValueError if it is none."""
         if isinstance(self.url, str):
-            return self.url
-        return str(_url(_fetched(dict(self.url), folder)))
+            return self.url + self.suffix
+        return str(_url(_fetched(dict(self.url), folder))) + self.suffix
+
+    def headers(self, folder: Path) -> dict[str, str]:
+        """Return the header by its name, read from elsewhere if it says so; or ValueError."""
+        text = self.header
+        if not isinstance(text, str):
+            text = _header(_fetched(dict(text), folder))
+        name, _, value = str(text).partition(":")
+        return {name: value.strip()} if name else {}
 
 
 class HealthConfig(NamedTuple):
@@ -1871,6 +1966,29 @@ class HealthConfig(NamedTuple):
         return [need for need in self.needs if job is None or not need.jobs or job in need.jobs]
 
 
+class AlertConfig(NamedTuple):
+    """The [alerts] table."""
+
+    command: tuple[str, ...]
+    webhook: str | Mapping[str, object]
+    header: str | Mapping[str, object]
+    on: tuple[str, ...]
+    paused_after_s: float
+    timeout_s: float
+
+    @property
+    def way(self) -> Need:
+        """What all ways have in common."""
+        return Need("alerts", "", "", self.timeout_s, critical=False, jobs=(), expect=0)
+
+    @property
+    def ways(self) -> dict[str, Need]:
+        """The ways by which people are told, by name."""
+        ways = {"command": self.way._replace(command=self.command)} if self.command else {}
+        posted = self.way._replace(url=self.webhook, header=self.header)
+        return ways | ({"webhook": posted} if self.webhook else {})
+
+
 class JobConfig(NamedTuple):
     """One [jobs.NAME] table: which function it uses, its options and its unchecked settings."""
 
@@ -1879,6 +1997,7 @@ class JobConfig(NamedTuple):
     settings: Mapping[str, object]  # raw TOML values
     uses: str
     tags: tuple[str, ...]
+    ping: str | Mapping[str, object]
     batch_size: int
     stop_grace_s: float
     cleanup_timeout_s: float
@@ -1902,6 +2021,8 @@ class JobConfig(NamedTuple):
     zone: str
     max_remembered_bytes: int
     critical: bool
+    expect_every_s: float
+    stalled_after_s: float
 
     @property
     def module(self) -> str:
@@ -1936,11 +2057,27 @@ class Config(NamedTuple):
     folder: Path  # of the config file; its symbolic links are resolved, the file's own is not
     jobs: Mapping[str, JobConfig]
     health: HealthConfig
+    alerts: AlertConfig
     state: Path
     jobs_folder: Path
     min_free_bytes: int
     keep_s: float
     max_maintenance_s: float
+    metrics_folder: Path | None
+
+    def way(self, name: str, alert: Alert) -> Need | None:
+        """Return how an alert is told by the way of that name, if there still is one."""
+        if name != "ping":
+            return self.alerts.ways.get(name)
+        job = self.jobs.get(alert.job or "")
+        url = job.ping if job else ""
+        return self.alerts.way._replace(url=url, suffix=PINGS[alert.kind]) if url else None
+
+    @property
+    def tells(self) -> bool:
+        """Whether somebody is told how runs end."""
+        ping = any(job.ping for job in self.jobs.values())
+        return bool(self.alerts.ways or self.metrics_folder or ping)
 
     def job(self, name: str) -> JobConfig:
         """Return the configured job of that name.
@@ -1986,6 +2123,7 @@ def config_keys() -> dict[str, dict[str, ConfigKey]]:
         "health": HEALTH_KEYS,
         "health.dependency": DEPENDENCY_KEYS,
         "health.database": DATABASE_KEYS,
+        "alerts": ALERT_KEYS,
     }
 
 
@@ -2007,6 +2145,9 @@ def require_text(path: Path) -> None:
         ) from error
 
 
+TABLES_OF_TOP = ("defaults", "jobs", "health", "alerts")
+
+
 def load_config(path: Path) -> Config:
     """Read and check a config file; write nothing.
 
@@ -2021,15 +2162,17 @@ def load_config(path: Path) -> Config:
     require_text(path)
     problems: list[str] = []
     document, folder = _read_toml(path, problems), path.parent.resolve()
-    own, rest = _read_keys("", document, TOP_KEYS, problems, ("defaults", "jobs", "health"))
+    own, rest = _read_keys("", document, TOP_KEYS, problems, TABLES_OF_TOP)
     top = {**_defaults(TOP_KEYS), **own}
-    for field in ("state", "jobs_folder"):
-        top[field] = Path(os.path.normpath(folder / top[field]))
+    for field in ("state", "jobs_folder", "metrics_folder"):
+        top[field] = top[field] and Path(os.path.normpath(folder / top[field]))
     options, _ = _read_keys("[defaults] ", rest.get("defaults", {}), OPTIONS, problems)
     _, tables = _read_keys("[jobs] ", rest.get("jobs", {}), {}, problems, None)
     jobs: dict[str, JobConfig] = {}
     health = _read_health(rest.get("health", {}), tables, problems)
-    config, usual = Config(path, folder, jobs, health, **top), _defaults(JOB_KEYS)
+    told, _ = _read_keys("[alerts] ", rest.get("alerts", {}), ALERT_KEYS, problems)
+    alerts = AlertConfig(**{**_defaults(ALERT_KEYS), **told})
+    config, usual = Config(path, folder, jobs, health, alerts, **top), _defaults(JOB_KEYS)
     for name, table in tables.items():
         if not re.fullmatch(_JOB_NAME, name):
             rule = "a job's name is 1 to 64 letters, digits, _ - . and begins with neither . nor -"
@@ -3106,6 +3249,11 @@ class ImageStore:
 # run, or was retried or rolled back by one. The newest go first: a retry before what it retried.
 # Files go before the row, which alone knows of them. An operation means once ever: its row stays,
 # and its run's with it. Events stay that others refer to, without the run; the newest is the clock.
+# An *alert* is raised once for what stands: (kind, about) is unique among those not closed. It is
+# closed by the job's next success, which is known by event ids, and is one itself: recovered. What
+# stands is looked at in the transaction that raises and closes. An alert is pending in each way by
+# which it is to be told, until a try arrived or DELIVERY_TRIES did not. A try is a row made before
+# it, with the error CUT_OFF: killed anywhere, an alert is told once at least, and each try is kept.
 #
 # A COMMIT that raised may have happened. It is never repeated in the same process: the process
 # ends, and the next start finds out. The connection is not usable in a forked child.
@@ -3120,7 +3268,7 @@ BACKUP_STEP = 1_000  # of SQLite's blocks of 4 kB
 LEDGER_ROOM_BYTES = 262_144  # below this SQLite cannot even make its wal-index
 
 SCHEMA = """
-CREATE TABLE ledger (uuid TEXT NOT NULL, created_at TEXT NOT NULL) STRICT;
+CREATE TABLE ledger (uuid TEXT NOT NULL, created_at TEXT NOT NULL, ticked_at TEXT) STRICT;
 CREATE TABLE edge (
   from_state TEXT NOT NULL, to_state TEXT NOT NULL, sentence TEXT NOT NULL,
   PRIMARY KEY (from_state, to_state)
@@ -3243,6 +3391,18 @@ CREATE INDEX retry_of_run ON run (retry_of) WHERE retry_of IS NOT NULL;
 CREATE INDEX open_operation ON operation (run, id) WHERE outcome IS NULL;
 CREATE INDEX rollback_of_run ON run (rollback_of) WHERE rollback_of IS NOT NULL;
 CREATE INDEX batch_that_remembers ON batch (run, number) WHERE images IS NOT NULL;
+CREATE TABLE alert (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL, event INTEGER NOT NULL,
+  kind TEXT NOT NULL, about TEXT NOT NULL, job TEXT, run TEXT, why TEXT NOT NULL,
+  todo TEXT NOT NULL, pending TEXT NOT NULL, closed_at TEXT
+) STRICT;
+CREATE UNIQUE INDEX standing_alert ON alert (kind, about) WHERE closed_at IS NULL;
+CREATE INDEX pending_alert ON alert (id) WHERE pending <> '[]';
+CREATE TABLE delivery (
+  id INTEGER PRIMARY KEY, alert INTEGER NOT NULL REFERENCES alert, way TEXT NOT NULL,
+  at TEXT NOT NULL, error TEXT, elapsed_s REAL
+) STRICT;
+CREATE INDEX delivery_of_alert ON delivery (alert, way);
 -- of tables that version 2 brought, and that a ledger of version 1 gets above
 ALTER TABLE cleanup ADD COLUMN of_run INTEGER NOT NULL DEFAULT 0;
 """
@@ -3330,6 +3490,7 @@ ALTER TABLE reject ADD COLUMN why TEXT;
 """
     + SINCE_VERSION_2,
     2: """
+ALTER TABLE ledger ADD COLUMN ticked_at TEXT;
 ALTER TABLE run ADD COLUMN rollback_of TEXT REFERENCES run (id);
 ALTER TABLE run ADD COLUMN rollback_to INTEGER;
 ALTER TABLE batch ADD COLUMN remembered INTEGER NOT NULL DEFAULT 0;
@@ -3370,6 +3531,8 @@ CLAIM = """INSERT INTO operation
   claimed_at = ?9, outcome = NULL, receipt = NULL, ended_at = NULL, who = NULL, why = NULL
   WHERE outcome = 'freed' RETURNING id"""
 DONE, CONFIRMED, FREED = "done", "confirmed", "freed"
+DELIVERY_TRIES, DELIVERIES_AT_ONCE = 12, 32
+DELIVERY_WAITS_S = (60, 240, 960, 3600)  # between two tries; the last one again and again
 # The rejects of a run (?1) and of its retries, numbered over all of them.
 REJECTS = """SELECT * FROM (
   SELECT row_number() OVER (ORDER BY j.run, j.number, j.place) AS id, r.id AS run, j.number,
@@ -3570,7 +3733,7 @@ def after_ending(run: Run, attempt: Attempt) -> After:
 
 TABLES: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch"}
 TABLES |= {Barrier: "barrier", Reading: "reading", HealthCheck: "health_check"}
-TABLES |= {Approval: "approval", Drain: "drain", Operation: "operation"}
+TABLES |= {Approval: "approval", Drain: "drain", Operation: "operation", Alert: "alert"}
 READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> value of a column
     "RunState": RunState,
     "ProcessIdentity": lambda text: ProcessIdentity(**json.loads(text)),
@@ -3579,6 +3742,7 @@ READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> v
     "dict[str, str]": json.loads,
     "list[dict[str, Any]]": json.loads,
     "list[str]": json.loads,
+    "Sequence[str]": json.loads,
     "dict[str, Any] | None": lambda text: text and json.loads(text),
 }
 
@@ -3864,6 +4028,44 @@ class Ledger:
         called = [c for c in self.pending_cleanups(run.job) if c.error == CUT_OFF]
         return called[0] if called else None
 
+    def ticked_at(self) -> str | None:
+        """Return when the tick ran last."""
+        return cast("str | None", self._rows("SELECT ticked_at FROM ledger")[0][0])
+
+    def first_met(self, job: str) -> str | None:
+        """Return when a job was first heard of."""
+        found = self._rows("SELECT at FROM event WHERE job = ? ORDER BY id LIMIT 1", job)
+        return found[0][0] if found else None
+
+    def alerts(self, where: str = "closed_at IS NULL") -> list[Alert]:
+        """Return the alerts that stand, oldest first."""
+        return self._all(Alert, f"WHERE {where} ORDER BY id")
+
+    def undelivered(self) -> list[tuple[int, str, str]]:
+        """Return which alerts the last try did not tell, by which way, and its error."""
+        sql = (
+            "SELECT alert, way, error FROM delivery d JOIN alert a ON a.id = alert WHERE d.id IN"
+            " (SELECT max(id) FROM delivery GROUP BY alert, way) AND error IS NOT NULL"
+            " AND (closed_at IS NULL OR pending <> '[]') ORDER BY d.id"
+        )
+        return self._rows(sql)
+
+    def success_since(self, alert: Alert) -> Run | None:
+        """Return the newest success of an alert's job, if it came after the alert."""
+        run = self.last_success(alert.job or "")
+        sql = "SELECT 1 FROM event WHERE run = ? AND id > ? LIMIT 1"
+        return run if run and self._rows(sql, run.key, alert.event) else None
+
+    def left_open(self, job: str) -> tuple[int, int]:
+        """Return how many operations of a job have no outcome, and how many rejects wait."""
+        sql = (
+            "SELECT (SELECT count(*) FROM operation INDEXED BY open_operation"
+            " WHERE outcome IS NULL AND job = ?1),"
+            " (SELECT count(*) FROM reject j JOIN run r ON r.key = j.run"
+            " WHERE j.confirmed AND j.state = 'open' AND r.job = ?1)"
+        )
+        return cast("tuple[int, int]", self._rows(sql, job)[0])
+
     def _cleanups(self, where: str, *bindings: object) -> list[Cleanup]:
         rows = self._rows(f"{CLEANUPS} {where} ORDER BY c.id", *bindings)
         return [Cleanup._make([*row[:4], json.loads(row[4]), *row[5:]]) for row in rows]
@@ -3945,6 +4147,11 @@ class Ledger:
         """Return the newest runs begun since a moment, of a job or of all, newest first."""
         where = "WHERE began_at >= ? AND job = coalesce(?, job) ORDER BY began_at DESC, run LIMIT ?"
         return self._named(f"SELECT * FROM run_summary {where}", since, job, newest)
+
+    def slow_batch_s(self, run: Run | None) -> float:
+        """Return how long one of 20 of a run's newest batches takes or more; 0 if there is none."""
+        times = self.batch_times(run) if run else []
+        return times[len(times) * 95 // 100] if times else 0.0
 
     def approvals(self, run: Run) -> list[Approval]:
         """Return what a run has asked, oldest first."""
@@ -4072,6 +4279,81 @@ class Ledger:
     def drain_of(self, barrier: Barrier | None) -> Drain | None:
         """Return the drain of a barrier, if one was begun."""
         return barrier and self._one(Drain, "WHERE barrier = ?", barrier.id)
+
+    # -- verbs: the tick and alerts --------------------------------------------------------
+
+    def tick(self, expected: Iterable[str]) -> None:
+        """Record that the tick runs, and which expected jobs nothing is known of yet."""
+        with self._writing():
+            self._sql("UPDATE ledger SET ticked_at = ?", (self._host.now(),))
+            for job in expected:
+                if self.first_met(job) is None:
+                    self._event(job, "tick", "expected")
+
+    def raise_alerts(
+        self, look: Callable[[], tuple[list[Alert], list[Alert]]], ways: Iterable[str]
+    ) -> None:
+        """Raise what `look` finds new and close what it finds over; a job's newest ping counts."""
+        with self._writing():
+            raised, over = look()
+            now = self._host.now()
+            for alert in over:
+                self._set("alert", {"id": alert.id}, closed_at=now)
+            for each in raised:
+                if each.kind in PINGS:
+                    older = "UPDATE alert SET pending = '[]' WHERE job = ? AND kind LIKE 'ping %'"
+                    self._sql(older, (each.job,))
+                new = each._replace(
+                    at=now,
+                    event=self._event(each.job, "alerts", f"alert: {each.kind}", each.why),
+                    pending=["ping"] if each.kind in PINGS else list(ways),
+                    closed_at=now if each.kind in ("recovered", *PINGS) else None,
+                )
+                self._insert("alert", **new._asdict())
+        reach("alert.raised")
+
+    def begin_deliveries(self, can: Callable[[str, Alert], object]) -> list[Delivery]:
+        """Take up the tries that are due, a few at once; what can be told no more is let go."""
+        if not self.alerts("pending <> '[]'"):
+            return []
+        with self._writing():
+            found = [(a, way) for a in self.alerts("pending <> '[]'") for way in a.pending]
+            for alert, way in found:
+                if not can(way, alert):
+                    self._end_way(alert, way)
+            tried = ((a, way, *self._tried(a, way)) for a, way in found if can(way, a))
+            due = [row[:3] for row in tried if self._is_due(*row[2:])][:DELIVERIES_AT_ONCE]
+            new = {"at": self._host.now(), "error": CUT_OFF}
+            return [
+                Delivery(self._insert("delivery", alert=a.id, way=way, **new), a, way, tries + 1)
+                for a, way, tries in due
+            ]
+
+    def _tried(self, alert: Alert, way: str) -> tuple[int, str]:
+        sql = "SELECT count(*), coalesce(max(at), '') FROM delivery WHERE alert = ? AND way = ?"
+        return cast("tuple[int, str]", self._rows(sql, alert.id, way)[0])
+
+    def _is_due(self, tries: int, last: str) -> bool:
+        """Tell whether a wait is over; also if somebody has set the clock back meanwhile."""
+        wait_s = DELIVERY_WAITS_S[min(tries, len(DELIVERY_WAITS_S)) - 1]
+        return not last or not 0 <= seconds_between(last, self._host.now()) < wait_s
+
+    def _end_way(self, alert: Alert, way: str) -> None:
+        sql = (
+            "UPDATE alert SET pending = (SELECT json_group_array(value) FROM json_each(pending)"
+            " WHERE value <> ?) WHERE id = ?"
+        )
+        self._sql(sql, (way, alert.id))
+
+    def end_delivery(self, tried: Delivery, error: str | None, elapsed_s: float) -> None:
+        """Record what came of a try; after the last one it is given up."""
+        with self._writing():
+            self._set("delivery", {"id": tried.id}, error=error, elapsed_s=elapsed_s)
+            if error is None or tried.tries >= DELIVERY_TRIES:
+                self._end_way(tried.alert, tried.way)
+            if error is not None and tried.tries >= DELIVERY_TRIES:
+                what = f"alert {tried.alert.id} was not told by {tried.way}"
+                self._event(tried.alert.job, "alerts", what, error)
 
     # -- verbs: maintenance ----------------------------------------------------------------
 
@@ -5131,6 +5413,9 @@ class Ledger:
         with self._letters():
             try:
                 found = [str(row[0]) for row in self._sql("PRAGMA quick_check(3)")]
+                count, size = (self._connection.pragma(of) for of in ("page_count", "page_size"))
+                if size_of(self.path) < count * size and not self.log_bytes():
+                    return f"the file ends within page {count}"  # SQLite reads zeros there
             except (apsw.CorruptError, apsw.NotADBError) as error:
                 return str(error)
         return "" if found == ["ok"] else "; ".join(found)
@@ -5455,7 +5740,7 @@ def _write_schema(connection: apsw.Connection, host: Host, uuid: str) -> None:
     connection.pragma("synchronous", "FULL")
     connection.execute(f"BEGIN IMMEDIATE; {SCHEMA}")
     _write_edges(connection)
-    connection.execute("INSERT INTO ledger VALUES (?, ?)", (uuid, host.now()))
+    connection.execute("INSERT INTO ledger VALUES (?, ?, NULL)", (uuid, host.now()))
     numbers = f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION}"
     connection.execute(f"{numbers}; COMMIT")
     _configure(connection)
@@ -6356,6 +6641,8 @@ class Question(NamedTuple):
     command: list[str]
     expect: int
     timeout_s: float
+    headers: dict[str, str]
+    body: str
 
 
 class Unwell(Exception):
@@ -6373,6 +6660,7 @@ def probe_main() -> None:
 
     host, answers = Host(), queue.SimpleQueue[Answer]()
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())  # a supervisor blocks its stops
     host.ask_for_signal_at_parents_death()
     try:
         with os.fdopen(int(sys.argv[1])) as file:
@@ -6405,7 +6693,8 @@ def no_answer(question: Question, elapsed_s: float) -> Answer:
 def _answer_into(put: Callable[[Answer], object], question: Question, host: Host) -> None:
     """Ask one question and put the answer where it is waited for, whatever happens."""
     began, peers = host.monotonic(), list[Peer]()
-    remember_secret(question.url)
+    for secret in (question.url, *question.headers.values()):
+        remember_secret(secret)
     _remember_parts("", question.url)
     ask = PROBES[question.url.partition(":")[0]]
     try:
@@ -6493,6 +6782,8 @@ def _ask_http(question: Question, peers: list[Peer]) -> str:
 
     parts = urlsplit(question.url)
     secure, headers = parts.scheme == "https", {"User-Agent": f"batchrun/{VERSION}"}
+    headers |= {"Content-Type": "application/json"} if question.body else {}
+    headers |= question.headers
     if parts.password is not None:
         login = f"{unquote(parts.username or '')}:{unquote(parts.password)}".encode()
         headers["Authorization"] = f"Basic {base64.b64encode(login).decode()}"
@@ -6504,10 +6795,11 @@ def _ask_http(question: Question, peers: list[Peer]) -> str:
     connection = http.client.HTTPConnection(parts.netloc.rpartition("@")[2])
     connection.sock = server
     path = (parts.path or "/") + f"?{parts.query}" * bool(parts.query)
-    connection.request("GET", path, headers=headers)
+    method, body = ("POST", question.body.encode()) if question.body else ("GET", None)
+    connection.request(method, path, body, headers)
     code = connection.getresponse().status
-    if code != question.expect:
-        raise Unwell(f"answers HTTP {code} instead of {question.expect}")
+    if code != question.expect and (question.expect or code // 100 != 2):
+        raise Unwell(f"answers HTTP {code} instead of {question.expect or '2xx'}")
     return f"answers HTTP {code}"
 
 
@@ -6542,10 +6834,11 @@ def _ask_command(question: Question, peers: list[Peer]) -> str:
     import subprocess
 
     del peers
-    pipe, out = subprocess.PIPE, subprocess.STDOUT
-    nothing, words = subprocess.DEVNULL, question.command
+    pipe, out, told = subprocess.PIPE, subprocess.STDOUT, os.memfd_create("told")
+    write_all(told, question.body.encode())
+    os.lseek(told, 0, os.SEEK_SET)
     try:
-        command = subprocess.Popen(words, stdin=nothing, stdout=pipe, stderr=out)
+        command = subprocess.Popen(question.command, stdin=told, stdout=pipe, stderr=out)
     except OSError as error:
         raise NotAsked(error.strerror) from error
     said, output = b"", cast("IO[bytes]", command.stdout).fileno()
@@ -6589,12 +6882,12 @@ class Inquiry:
         self._waiting: dict[str, Question] = {}
         for need in needs:
             try:
-                url, command = need.address(folder), list(need.command)
+                url, headers = need.address(folder), need.headers(folder)
             except ValueError as error:
                 self.answers[need.name] = Answer(need.name, Wellness.UNKNOWN, str(error))
             else:
-                question = Question(need.name, url, command, need.expect, need.timeout_s)
-                self._waiting[need.name] = question
+                how = need.expect, need.timeout_s, headers, need.body
+                self._waiting[need.name] = Question(need.name, url, list(need.command), *how)
         limits = [question.timeout_s for question in self._waiting.values()]
         self._until_s = host.monotonic() + PROBE_START_S + max(limits, default=0)
         if self._waiting:
@@ -6872,8 +7165,7 @@ def slow_batches(state: StateDirectory, job: JobConfig) -> Iterator[Examined]:
         state.reading() as ledger,
     ):
         run = ledger.latest(job.name)
-        times = ledger.batch_times(run) if run else []
-        often_s = times[len(times) * 95 // 100] if times else 0.0
+        often_s = ledger.slow_batch_s(run)
         if often_s > job.stop_grace_s:
             why = f"one of 20 takes {often_s:.3g} s or more; stop_grace is {job.stop_grace_s:g} s"
             means = (
@@ -11191,6 +11483,9 @@ REPLIES = {  # how an unfinished run stands -> what each of STARTS does
 }
 
 
+NEEDS_A_PERSON = ("awaits a person: its next batch is poison", "waits for an answer")
+
+
 def situation(ledger: Ledger, run: Run) -> str:
     """Return how an unfinished run stands: a key of REPLIES, the first that applies."""
     awaits = run.state == RunState.AWAITING
@@ -11346,6 +11641,48 @@ def owned_standing(run: Run, attempt: Attempt | None, host: Host) -> Standing | 
         return Standing(run.state, why, NEXT_WHILE_ASKED[run.request].format(run.id))
     why = f"Its supervisor is gone; worker {alive[0].pid} commits its last batch and leaves."
     return Standing(run.state, why, f"batchrun resume {run.id}", is_due=True)
+
+
+def stalled(ledger: Ledger, job: JobConfig, run: Run | None, host: Host) -> Finding | None:
+    """Return that a run with a live owner gets nothing done, and what ends it; None if it does.
+
+    It has stalled_after since its last commit, or ten times what one of 20 batches takes, if more.
+    """
+    attempt = ledger.last_attempt(run) if run and run.state in OWNED else None
+    if run is None or attempt is None or not job.stalled_after_s:
+        return None
+    owners = [each for each in (attempt.worker, attempt.supervisor) if each]
+    alive = [process for process in owners if host.is_alive(process)]
+    frozen = [process for process in alive if host.is_stopped(process)]
+    newest = ledger.commit_row(run, run.number)
+    quiet_s = seconds_between(max(attempt.began_at, newest.at if newest else ""), host.now())
+    slow_s = ledger.slow_batch_s(run) or ledger.slow_batch_s(ledger.last_success(job.name))
+    limit_s = max(job.stalled_after_s, 10 * slow_s)
+    if quiet_s <= limit_s or not (frozen or attempt.worker in alive):
+        return None
+    what = f"no commit for {duration_text(quiet_s)}, at most {duration_text(limit_s)} is usual"
+    if frozen:
+        why = f"Process {frozen[0].pid} is stopped (SIGSTOP, or a debugger)."
+        return Finding(what, why, f"kill -CONT {frozen[0].pid}")
+    why = f"Worker {alive[0].pid} lives. Once it is killed its batch is done again."
+    return Finding(what, why, f"kill -KILL {alive[0].pid}")
+
+
+def late(ledger: Ledger, job: JobConfig, host: Host, lockfile: Lockfile | None) -> str:
+    """Return since when a job has not succeeded, if that is longer than it may be; or nothing."""
+    success = ledger.last_success(job.name)
+    since = success.ended_at if success else ledger.first_met(job.name)
+    if not job.expect_every_s or since is None:
+        return ""
+    age_s = seconds_between(since, host.now())
+    if age_s <= job.expect_every_s:
+        return ""
+    every = f"one is expected every {duration_text(job.expect_every_s)}"
+    closed = lockfile and closes(lockfile.scopes, job.name, job.tags)
+    never = ", it never had one" * (success is None)
+    return f"no success for {duration_text(age_s)}, {every}{never}" + (
+        f"; maintenance is on, by {lockfile.by}" if lockfile and closed else ""
+    )
 
 
 def kept_text(run: Run, owners: Sequence[ProcessIdentity], host: Host) -> str:
@@ -12332,6 +12669,11 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #   second stop    SIGUSR1, also when stop_grace is over: the batch is given up and rolled back
 #   third stop     SIGKILL, also 10 s or stop_grace (the less) later: out; the run can be resumed
 #
+# People are told after the run's edge, when the lock is free, by whoever ends: `run`, `resume`, the
+# tick. `Alerts.look` compares what stands with what was raised; `begin` asks one process of probes
+# (section 7) to post and call, which is killed if it hangs. What did not arrive is tried again by
+# whoever comes after its wait. A job's ping of its start is sent beside its first batches.
+#
 # Every wait of a supervisor is `StopCounter.wait`, in a loop: there stops are counted, and systemd
 # hears what is due. In process Ctrl-C is both first and second stop, and raises in the job's own
 # frame only, as SIGUSR1 does; there is no loop then, so no watchdog.
@@ -12356,6 +12698,215 @@ KILL_AFTER_INTERRUPT_S = 10.0  # or stop_grace again, if that is less
 RETRY_FACTOR = 4  # each wait is so much longer than the one before
 ORPHAN_GRACE_S = 2.0
 DEFER_WAIT_S = 5.0  # for the lock, which another start that is stored holds for a moment
+
+
+def troubles(
+    config: Config, ledger: Ledger, host: Host, lockfile: Lockfile | None
+) -> Iterator[Alert]:
+    """Yield what stands now that people may be told of."""
+    for job in config.jobs.values():
+        name, run = job.name, ledger.unfinished(job.name)
+        if run and (found := run_trouble(config, ledger, run, host)):
+            asked = ledger.open_question(run)
+            about = f"{run.id} {run.number} {run.reason} {asked.name if asked else ''}".strip()
+            kind, why, todo = found
+            yield Alert(kind, about, name, run.id, f"{name}: run {run.id} {why}", todo)
+        if why := late(ledger, job, host, lockfile):
+            todo = f"batchrun status {name}"
+            yield Alert("late", name, name, None, f"{name} is late: {why}.", todo)
+    if lockfile and lockfile.overdue:
+        why = f"Maintenance is overdue. {lockfile.overdue} It is on by {lockfile.by}."
+        yield Alert("overdue", "maintenance", None, None, why, "batchrun maintenance off")
+
+
+def run_trouble(
+    config: Config, ledger: Ledger, run: Run, host: Host
+) -> tuple[str, str, str] | None:
+    """Return the trouble of an unfinished run: its kind, why, and what to type."""
+    if stuck := stalled(ledger, config.job(run.job), run, host):
+        return "stalled", f"is stalled: {stuck.what}.\n{stuck.why}", stuck.todo
+    stands, last = standing(ledger, run, host), ledger.last_attempt(run)
+    age_s = seconds_between(run.changed_at, host.now())
+    kinds = {
+        "failed": run.state == RunState.FAILED,
+        "awaiting": situation(ledger, run) in NEEDS_A_PERSON
+        or (run.state, run.reason) == (RunState.PAUSED, Reason.RETRY)
+        or (run.state == RunState.INTERRUPTED and last and last.ending == Ending.REFUSED),
+        "paused": (run.state, run.reason) == (RunState.PAUSED, Reason.HEALTH)
+        and age_s > config.alerts.paused_after_s,
+    }
+    words = {"failed": "failed", "awaiting": "needs a person"}
+    words["paused"] = f"is paused by health for {duration_text(age_s)}"
+    kind = next((kind for kind, applies in kinds.items() if applies), None)
+    return (kind, f"{words[kind]}.\n{stands.why}".strip(), stands.todo) if kind else None
+
+
+@contextlib.contextmanager
+def in_no_way() -> Iterator[None]:
+    """Do without what the ledger does not take, unless its disk cannot be trusted any more."""
+    try:
+        yield
+    except OutcomeUnknown:
+        raise
+    except (StateDirectoryError, Busy):
+        pass
+
+
+NOT_OVERDUE = "Maintenance is not overdue any more."
+
+
+class Alerts:
+    """Raises what stands, once, and tells it in a process of its own; see the head."""
+
+    def __init__(self, config: Config, ledger: Ledger, host: Host) -> None:
+        self._config, self._ledger, self._host = config, ledger, host
+        self._inquiry: Inquiry | None = None
+        self._tried: dict[str, Delivery] = {}  # by the name of its question
+        self._has_pinged = False
+
+    def look(self, lockfile: Lockfile | None, ended: Sequence[Alert] = ()) -> None:
+        """Raise what is new and close what is over; `ended` are pings to be sent."""
+        changes = functools.partial(self._changes, lockfile, ended)
+        if any(changes()):
+            self._ledger.raise_alerts(changes, self._config.alerts.ways)
+
+    def ping(self, run: Run) -> None:
+        """Begin to tell that a run has begun, once."""
+        if self._config.job(run.job).ping and not self._has_pinged:
+            self._has_pinged = True
+            ping = Alert("ping start", run.job, run.job, run.id, f"{run.job} has begun.")
+            with in_no_way():
+                self._ledger.raise_alerts(lambda: ([ping], []), ())
+                self.begin()
+
+    def _changes(
+        self, lockfile: Lockfile | None, ended: Sequence[Alert]
+    ) -> tuple[list[Alert], list[Alert]]:
+        here = (self._config, self._ledger, self._host, lockfile)
+        found = troubles(*here) if self._config.alerts.ways else ()
+        is_overdue = lockfile is not None and lockfile.overdue
+        stand = self._ledger.alerts()
+        known = {(alert.kind, alert.about) for alert in stand}
+        raised = [each for each in found if (each.kind, each.about) not in known]
+        over = [a for a in stand if (self._ledger.success_since(a) if a.job else not is_overdue)]
+        raised += [self._recovered(job, over) for job in dict.fromkeys(a.job for a in over)]
+        raised = [each for each in raised if each.kind in self._config.alerts.on]
+        return raised + [each for each in ended if self._config.way("ping", each)], over
+
+    def _recovered(self, job: str | None, over: Sequence[Alert]) -> Alert:
+        """Return that a job has succeeded after alerts, or that maintenance is over."""
+        mine = [alert for alert in over if alert.job == job]
+        run = self._ledger.last_success(job) if job else None
+        why = f"{job} has recovered: run {run.id} succeeded." if run else NOT_OVERDUE
+        told = ", ".join(f"{alert.kind} since {alert.at}" for alert in mine)
+        about = job or "maintenance"
+        return Alert("recovered", about, job, run and run.id, f"{why}\nIt was {told}.")
+
+    def begin(self) -> None:
+        """Begin every try that is due, if none is on its way; never waits."""
+        if self._inquiry is None:
+            needs = []
+            for tried in self._ledger.begin_deliveries(self._config.way):
+                name = f"{tried.alert.id} {tried.way}"
+                need = cast("Need", self._config.way(tried.way, tried.alert))
+                body = "" if tried.way == "ping" else event_text(tried.alert, self._config)
+                needs.append(need._replace(name=name, body=body))
+                self._tried[name] = tried
+            reach("delivery.begun", len(needs))
+            if needs:
+                self._inquiry = Inquiry(needs, self._config.folder, self._host)
+
+    def poll(self) -> bool:
+        """Record what has come back; tell whether nothing is on its way any more."""
+        is_over = self._inquiry is None or self._inquiry.poll()
+        if is_over:
+            self.end()
+        return is_over
+
+    def end(self) -> None:
+        """Kill what is on its way, and record what came of each try."""
+        inquiry, self._inquiry = self._inquiry, None
+        if inquiry is not None:
+            inquiry.end()
+            reach("delivery.answered")
+            for name, answer in inquiry.answers.items():
+                error = None if answer.state == Wellness.OK else answer.why
+                with in_no_way():
+                    self._ledger.end_delivery(self._tried.pop(name), error, answer.elapsed_s)
+
+    def deliver(self) -> None:
+        """Tell what is due, and wait for the answers; a probe's time limits bound it."""
+        self.begin()
+        while not self.poll():
+            self._host.systemd.turn()
+            self._host.sleep(BUSY_STEP_S)
+
+
+def event_text(alert: Alert, config: Config) -> str:
+    """Return an alert as the JSON object that commands and webhooks are given."""
+    names = ("kind", "job", "run", "at", "why", "todo")
+    event: dict[str, Any] = {name: mask_secrets(getattr(alert, name) or "") for name in names}
+    event["text"] = event["why"] + f"\nto type: {event['todo']}" * bool(event["todo"])
+    more = {"alert": alert.id, "host": os.uname().nodename, "config": str(config.path)}
+    return json.dumps({**event, **more})
+
+
+def ping_of(run: Run | None, job: str, code: ExitCode) -> list[Alert]:
+    """Return the ping that a start's end is worth: none if it was refused, stopped or skipped."""
+    name = run and run.id
+    if run and run.state == RunState.SUCCEEDED:
+        return [Alert("ping success", job, job, name, f"{job} has succeeded.")]
+    failed = code in (ExitCode.FAILED, ExitCode.PERSON_NEEDED)
+    failed |= code in (ExitCode.USAGE, ExitCode.STATE_DIRECTORY)
+    return [Alert("ping fail", job, job, name, f"{job}: exit {int(code)}.")] if failed else []
+
+
+TICK_LATELY_S = 3600.0
+
+
+def examine_alerts(
+    state: StateDirectory, config: Config, job: str | None, host: Host, *, sends: bool
+) -> list[Examined]:
+    """Return who would not be told what; with `sends` what came back from a test by every way."""
+    if sends:
+        return list(sent_tests(config, job, host))
+    with (
+        contextlib.suppress(BatchrunError),
+        contextlib.closing(state.open_ledger(create=False, write=False)) as ledger,
+    ):
+        at = ledger.ticked_at()
+        seen = at is not None and seconds_between(at, host.now()) < TICK_LATELY_S
+        means = "nobody would notice: let batchrun resume --all run every five minutes, or set ping"
+        why = f"no tick was seen since {at}" if at else "no tick was ever seen"
+        rows = [
+            Examined(name, f"expect_every of {name}", Wellness.BAD, why, means, 0.0)
+            for name, each in config.jobs.items()
+            if each.expect_every_s and not (seen or each.ping) and job in (None, name)
+        ]
+        for alert, way, error in ledger.undelivered():
+            means = "to try every way: batchrun doctor --alerts"
+            rows.append(Examined(way, f"alert {alert} by {way}", Wellness.BAD, error, means, 0.0))
+        return rows
+    return []
+
+
+def sent_tests(config: Config, job: str | None, host: Host) -> Iterator[Examined]:
+    """Send a test by every way that is configured, and yield what came back."""
+    why = "This is a test of batchrun's alerts; nothing is wrong."
+    test = Alert("test", "", job, None, why, id=0, at=host.now())
+    body = event_text(test, config)
+    needs = [need._replace(name=way, body=body) for way, need in config.alerts.ways.items()]
+    ping = test._replace(kind="ping success")
+    for name in config.jobs if job is None else [job]:
+        need = config.way("ping", ping._replace(job=name))
+        needs += [need._replace(name=f"ping of {name}")] if need else []
+    answers = Inquiry(needs, config.folder, host).wait()
+    for need in needs:
+        answer, means = answers[need.name], "an alert that does not arrive is tried again"
+        yield Examined(need.name, asked(need), answer.state, answer.why, means, answer.elapsed_s)
+    if not needs:
+        means = "only exit codes, status and metrics tell"
+        yield Examined("alerts", "[alerts]", Wellness.UNKNOWN, "names no way", means, 0.0)
 
 
 class Launch(NamedTuple):
@@ -12450,6 +13001,7 @@ class Supervisor:
 
     _ledger: Ledger  # from `run` on
     _health: HealthWatch
+    _alerts: Alerts
 
     def __init__(self, config: Config, launch: Launch, host: Host, watcher: Watcher) -> None:
         self._config, self._launch, self._host, self._watcher = config, launch, host, watcher
@@ -12490,6 +13042,7 @@ class Supervisor:
             self._host.become_subreaper()
             self._code = code_digest()
             self._health = HealthWatch(self._config, self._launch.job, self._ledger, self._host)
+            self._alerts = Alerts(self._config, self._ledger, self._host)
             self._shown = self._ledger.newest_event()
             outcome = self._run_until_done()
             with contextlib.suppress(BatchrunError):  # what is recorded is durable already
@@ -12616,10 +13169,14 @@ class Supervisor:
         what = f"{self._launch.job} is busy: {who} runs it{since}.{again}"
         self._ledger.note(self._who, "refused: busy", what, job=self._launch.job)
         run = self._ledger.unfinished(self._launch.job)
+        unchanged = "Nothing was started; the refusal is recorded."
+        if stuck := stalled(self._ledger, self._job_config, run, self._host):
+            why, todo = f"It is stalled: {stuck.what}. {stuck.why}", f"To end it: {stuck.todo}"
+            return Stalled(what, why=why, unchanged=unchanged, todo=todo)
         return Busy(
             what,
             why=kept_text(run, alive, self._host) if run and run.checks_at and alive else "",
-            unchanged="Nothing was started; the refusal is recorded.",
+            unchanged=unchanged,
             todo=f"See `batchrun status {self._launch.job}`.",
         )
 
@@ -12904,6 +13461,7 @@ class Supervisor:
         order = self._order(run, generation)
         if self._launch.in_process:
             return self._attempt_in_process(admission, order)
+        self._alerts.ping(run)
         self._nothing_lives = False
         try:
             worker = WorkerProcess(order, self._open_log(run), run, self._host)
@@ -13021,6 +13579,7 @@ class Supervisor:
                 self._watcher.progress(run)
                 self._show(doing_text(run, self._stops.count))
                 self._stops.wait(WATCH_INTERVAL_S)
+                self._alerts.poll()
                 if run.state in OWNED:
                     self._look_after(worker, run, generation)
                 releases_until = self._ledger.releases_until(run)
@@ -13028,6 +13587,7 @@ class Supervisor:
                 releases = releases_until is not None
                 self._limit_batch(worker, self._ledger.run(run.key), releases=releases)
         self._health.end()
+        self._alerts.end()
 
     def _look_after(self, worker: WorkerProcess, run: Run, generation: int) -> None:
         """Take note of the first verdict to pause; a worker that was asked to stop does so."""
@@ -14189,6 +14749,7 @@ def summarise_job(
         "since": run and run.changed_at,
         "read": run and run.read,
         "expected": run and run.expected,
+        "rejected": run and run.rejected,
         "batches": run and run.batches,
         "records_per_s": round(rate, 1),
         "left_s": left and round(left, 1),
@@ -14202,6 +14763,30 @@ def summarise_job(
         "deferred_since": run and run.deferred and run.deferred["at"],
         "paused_s": run and run.paused_s,
         "leaks": [],
+        "stalled": "",
+        "late": "",
+    }
+
+
+def summarise_trouble(
+    made: dict[str, Any],
+    success: Run | None,
+    stuck_run: Finding | None,
+    late: str,
+    left_open: tuple[int, int],
+) -> dict[str, Any]:
+    """Return a job's document with what may be told of it, and what to type then."""
+    again = late and made["state"] in (*FINISHED, "never run") and f"batchrun run {made['job']}"
+    ended = success and (success.created_at, success.ended_at or success.created_at)
+    return {
+        **made,
+        "next": stuck_run.todo if stuck_run else again or made["next"],
+        "needs_someone": made["needs_someone"] or bool(stuck_run or late),
+        "stalled": f"{stuck_run.what}; {stuck_run.why}" if stuck_run else "",
+        "late": late,
+        "last_success_elapsed_s": ended and seconds_between(*ended),
+        "unknown_operations": left_open[0],
+        "open_rejects": left_open[1],
     }
 
 
@@ -14396,7 +14981,8 @@ def render_status(jobs: list[dict[str, Any]], now: str, columns: int = 0) -> str
         which = f" for {job['job']}" * (len(jobs) > 1)
         todos += [f"to type{which}: {job['next']}"] * (not job["next"].startswith(NOTHING_TO_DO))
     stuck = [line for job in jobs for line in render_stuck(job)]
-    return "\n".join([table, *deferred, *todos, *stuck])
+    loud = [f"{k}: {j['job']}, {j[k]}" for j in jobs for k in ("stalled", "late") if j[k]]
+    return "\n".join([table, *deferred, *loud, *todos, *stuck])
 
 
 def status_row(job: dict[str, Any], now: str) -> list[str]:
@@ -14468,6 +15054,7 @@ def render_one_status(job: dict[str, Any], now: str) -> str:
         lines += [f"  {name:<12}  {line}" for name, line in about_run(job, now)]
     lines.append(f"  last success  {moment_text(job['last_success'])}")
     lines.append(f"  skipped       {job['refused_since_success']} starts since")
+    lines += [f"  {kind:12}  {job[kind]}" for kind in ("stalled", "late") if job[kind]]
     lines += [f"  leak          {line}" for line in job["leaks"]]
     if job["paused_s"]:
         lines.append(f"  paused        {duration_text(job['paused_s'])} by health")
@@ -14928,6 +15515,62 @@ def sandbox_of(timed: Timed) -> str:
 
 
 # -- tables and the like ---------------------------------------------------------------------------
+METRICS = {  # of a job: name -> what it means, and its value in the job's document
+    "last_success_timestamp_seconds": ("When it succeeded last.", "last_success"),
+    "last_success_duration_seconds": ("From begin to end of that run.", "last_success_elapsed_s"),
+    "run_records": ("Records read by the newest run.", "read"),
+    "run_expected_records": ("Records that its source has, if that is known.", "expected"),
+    "run_rejected_records": ("Records rejected by the newest run.", "rejected"),
+    "run_paused_seconds": ("For how long health kept the newest run paused.", "paused_s"),
+    "skipped_starts": ("Starts refused since the last success.", "refused_since_success"),
+    "open_operations": ("External operations whose outcome is not known.", "unknown_operations"),
+    "open_rejects": ("Rejected records that wait for a person.", "open_rejects"),
+    "late": ("1 if no success came within expect_every.", "late"),
+    "stalled": ("1 if the newest run has an owner and gets nothing done.", "stalled"),
+}
+
+
+def render_metrics(
+    jobs: list[dict[str, Any]],
+    lockfile: Lockfile | None,
+    now: str,
+    ticked_at: str | None,
+    untold: int,
+) -> str:
+    """Return the metrics in the text format that Prometheus and its exporters read."""
+    age_s = seconds_between(lockfile.since, now) if lockfile and lockfile.since else None
+    is_overdue = bool(lockfile and lockfile.overdue)
+    single = {
+        "build_info": ("The version of batchrun.", {"version": VERSION}, 1),
+        "tick_timestamp_seconds": ("When the tick ran last.", {}, ticked_at),
+        "untold_alerts": ("Alerts that have not reached somebody.", {}, untold),
+        "maintenance": ("1 while maintenance is on.", {}, bool(lockfile)),
+        "maintenance_age_seconds": ("For how long it is on.", {}, age_s),
+        "maintenance_overdue": ("1 if it should be over by now.", {}, is_overdue),
+    }
+    lines = []
+    for name, (means, labels, value) in single.items():
+        lines += render_metric(name, means, [(labels, value or 0)] * (value is not None))
+    for name, (means, key) in METRICS.items():
+        lines += render_metric(name, means, [({"job": job["job"]}, job[key]) for job in jobs])
+    pairs = [(job, state) for job in jobs for state in RunState]
+    states = [({"job": j["job"], "state": s}, j["state"] == s) for j, s in pairs]
+    return "\n".join([*lines, *render_metric("run_state", "1 for its state.", states), ""])
+
+
+def render_metric(
+    name: str, means: str, samples: Iterable[tuple[Mapping[str, str], Any]]
+) -> list[str]:
+    """Return the lines of one gauge; a sample without value is left out, a moment is in seconds."""
+    lines = [f"# HELP batchrun_{name} {means}", f"# TYPE batchrun_{name} gauge"]
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    for labels, value in samples:
+        shown = ",".join(f'{key}="{text.translate(escapes)}"' for key, text in labels.items())
+        number = value if type(value) in (int, float) else int(bool(value))
+        if name.endswith("timestamp_seconds") and value:
+            number = datetime.fromisoformat(value).timestamp()
+        lines += [f"batchrun_{name}{{{shown}}} {number}".replace("{}", "")] * (value is not None)
+    return lines if len(lines) > 2 else []
 
 
 def render_examined(rows: Iterable[Examined]) -> str:
@@ -15708,8 +16351,43 @@ class App:
         raise NotFound(what, todo="See: batchrun status")
 
     def supervise(self, launch: Launch) -> Outcome:
-        """Run a job to its end, and write how it ended."""
+        """Run a job to its end, write how it ended, and tell whoever is to be told."""
         self.require_trusted()
+        try:
+            outcome = self._supervise(launch)
+        except (Busy, MaintenanceOn):
+            raise  # at once: nothing has changed
+        except BatchrunError as error:
+            self.console.letter(str(error), error.exit_code)
+            outcome = Outcome(error.exit_code)
+        if self.config.tells:
+            pings = ping_of(outcome.run, launch.job, outcome.exit_code)
+            self.tell(pings, waits=not outcome.signalled)
+        return outcome
+
+    def tell(self, ended: Sequence[Alert] = (), *, ticks: bool = False, waits: bool = True) -> None:
+        """Raise and tell alerts, write the metrics; whatever goes wrong here fails no run."""
+        try:
+            with self.ledger(write=True) as ledger:
+                if ticks:
+                    ledger.tick(j.name for j in self.config.jobs.values() if j.expect_every_s)
+                alerts = Alerts(self.config, ledger, self.host)
+                alerts.look(self.state.maintenance.find(), ended)
+                if waits:  # else somebody waits for our end; the next one tells
+                    alerts.deliver()
+                if self.config.metrics_folder:
+                    write_metrics(self.config.metrics_folder, self.metrics(ledger))
+        except (BatchrunError, OSError) as error:
+            self.console.say(f"not everybody was told: {error}")
+
+    def metrics(self, ledger: Ledger) -> str:
+        """Return how all jobs stand, as Prometheus reads it."""
+        lockfile, untold = self.state.maintenance.find(), len(ledger.undelivered())
+        stuck = ledger.stuck_cleanups()
+        jobs = [stand(self, ledger, name, lockfile, stuck, None) for name in self.config.jobs]
+        return render_metrics(jobs, lockfile, self.host.now(), ledger.ticked_at(), untold)
+
+    def _supervise(self, launch: Launch) -> Outcome:
         warning = self.state.warning()
         if warning and (self.console.live or self.console.plain):
             self.console.say(warning)
@@ -15840,6 +16518,7 @@ def worst_of(codes: Iterable[ExitCode]) -> ExitCode:
 
 def tick(app: App) -> ExitCode:
     """Go on with every run that is due, one after another; 0 if none was, else the worst end."""
+    app.tell(ticks=True)
     try:
         with app.ledger(write=True) as ledger:
             unfinished = ledger.all_unfinished()
@@ -16006,6 +16685,10 @@ def stand(
     rate = ledger.rate(run) if run and run.state in OWNED else 0.0
     numbers = ledger.last_success(job), ledger.refused_since_success(job)
     made = summarise_job(job, run, closed_standing(stands, closed=closed), *numbers, found, rate)
+    known = app.config.jobs.get(job)
+    stuck_run = known and stalled(ledger, known, run, app.host)
+    missed = late(ledger, known, app.host, lockfile) if known else ""
+    made = summarise_trouble(made, numbers[0], stuck_run, missed, ledger.left_open(job))
     if run and more:
         about = {"about": summarise_about(ledger, run, app.host), **more(app, ledger, run)}
         obstacles = about.pop("obstacles", [])
@@ -16834,13 +17517,40 @@ def jobs_command(app: App) -> ExitCode:
     return wrong[0].exit_code if wrong else ExitCode.DONE
 
 
-@command("Set up", word("job", required=False), exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND])
-def doctor_command(app: App, *, job: str | None) -> ExitCode:
+def write_metrics(folder: Path, text: str) -> None:
+    """Replace the file that node_exporter reads, whatever the umask."""
+    write_atomically(folder / "batchrun.prom", text.encode(), mode=0o644)
+    (folder / "batchrun.prom").chmod(0o644)
+
+
+@command(
+    "Set up",
+    word("--write", metavar="FOLDER", help="Write FOLDER/batchrun.prom instead, readable by all."),
+)
+def metrics_command(app: App, *, write: str | None) -> ExitCode:
+    """Show how all jobs stand as metrics for Prometheus."""
+    with app.ledger(write=False) as ledger:
+        text = app.metrics(ledger)
+    if write is None:
+        app.console.result(text.rstrip("\n"), {"metrics": text})
+    else:
+        write_metrics(Path(write), text)
+    return ExitCode.DONE
+
+
+@command(
+    "Set up",
+    word("job", required=False),
+    word("--alerts", is_flag=True, help="Send a test by every way of [alerts], and by pings."),
+    exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
+)
+def doctor_command(app: App, *, job: str | None, alerts: bool) -> ExitCode:
     """Look once at all that a run needs: health, machine, files, jobs; explain each answer."""
     app.require_trusted()
     if job is not None:
         app.config.job(job)
-    rows = doctor(app.state, app.config, job, app.host)
+    rows = [] if alerts else doctor(app.state, app.config, job, app.host)
+    rows += examine_alerts(app.state, app.config, job, app.host, sends=alerts)
     app.console.result(render_examined(rows), {"examined": [row._asdict() for row in rows]})
     wrong = any(row.state != Wellness.OK for row in rows)
     return ExitCode.FINDINGS if wrong else ExitCode.DONE

@@ -295,7 +295,10 @@ def test_the_sample_config_shows_every_key_with_its_default() -> None:
     assert {key: shown[key] for key in keys[""]} == {k: v.default for k, v in keys[""].items()}
     assert shown["defaults"] == {k: v.default for k, v in keys["defaults"].items()}
     assert shown["jobs"]["inventory_sync"]["uses"] == "inventory_sync"
-    assert sorted({*shown} - {*keys[""]}) == ["defaults", "health", "jobs"]
+    assert sorted({*shown} - {*keys[""]}) == ["alerts", "defaults", "health", "jobs"]
+    assert shown["alerts"].keys() == keys["alerts"].keys()
+    for key in ("on", "paused_after", "timeout"):
+        assert shown["alerts"][key] == keys["alerts"][key].default
     health = shown["health"]
     assert {k: health[k] for k in keys["health"]} == {
         k: v.default for k, v in keys["health"].items()
@@ -1008,6 +1011,6 @@ def test_every_config_key_is_a_field_of_its_row() -> None:
     of_jobs = set(batchrun.JobConfig._fields)
     assert {key.field for key in keys[""].values()} < set(batchrun.Config._fields)
     assert {key.field for key in keys["jobs.NAME"].values()} < of_jobs
-    assert keys["jobs.NAME"].keys() - keys["defaults"].keys() == {"uses", "tags"}
+    assert keys["jobs.NAME"].keys() - keys["defaults"].keys() == {"uses", "tags", "ping"}
     assert keys[""]["min_free"].field == "min_free_bytes"
     assert keys["defaults"]["stop_grace"].field == "stop_grace_s"

@@ -18,23 +18,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
-    "Vocabulary": 565,
+    "Vocabulary": 600,
     "Host": 815,
-    "Configuration": 1_045,
+    "Configuration": 1_150,
     "Checkpoints": 485,
-    "Ledger": 2_550,
+    "Ledger": 2_690,
     "Locks and maintenance": 450,
-    "Health": 895,
+    "Health": 900,
     "Jobs": 2_830,
     "Operations": 645,
-    "Recovery": 975,
+    "Recovery": 1_020,
     "Worker": 900,
-    "Supervisor": 1_730,
-    "Reports": 1_480,
-    "Command line": 1_650,
+    "Supervisor": 1_955,
+    "Reports": 1_565,
+    "Command line": 1_715,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 17_126  # must stay under
+LINES_IN_ALL = 17_836  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
