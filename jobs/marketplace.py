@@ -38,6 +38,11 @@ class Marketplace(ThreadingHTTPServer):
         self.lock = Lock()
         self.requests: deque[float] = deque()
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Pass over a client that was killed while it waited for its answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
     def is_too_much(self) -> bool:
         """Count a request and tell whether there were too many in the last second."""
         now = time.monotonic()

@@ -17,7 +17,7 @@ from typing import Any
 
 import apsw
 
-from batchrun import Batch, Context, job
+from batchrun import Batch, Context, Fatal, job
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def stock_export(ctx: Context[Settings]) -> Iterator[Batch]:
 
 
 def csv_line(values: Iterable[Any]) -> str:
-    """Return values as one record of a CSV file; NULL is an empty field."""
+    """Return values as one record of a CSV file; NULL is an empty field, bytes are hexadecimal."""
+    values = (value.hex() if isinstance(value, bytes) else value for value in values)
     line = io.StringIO()
     csv.writer(line, lineterminator="\n").writerow(values)
     return line.getvalue()
@@ -78,9 +79,9 @@ def write_at(path: Path, size: int, content: bytes) -> None:
 
     What a batch that was not committed has written behind them is cut off.
     """
+    if not path.exists() or path.stat().st_size < size:
+        raise Fatal(f"{path} has lost rows that were written. Cancel this export and run it again")
     with path.open("r+b") as file:
-        if os.fstat(file.fileno()).st_size < size:
-            raise ValueError(f"{path} has lost rows that were written; begin anew with --fresh")
         file.seek(size)
         file.truncate()
         file.write(content)
@@ -90,10 +91,10 @@ def write_at(path: Path, size: int, content: bytes) -> None:
 
 def publish(growing: Path, final: Path, inode: int) -> None:
     """Give the complete file its name, which may have been done before the process was killed."""
-    with contextlib.suppress(FileNotFoundError):
+    if growing.exists():
         growing.replace(final)
-    if final.stat().st_ino != inode:
-        raise ValueError(f"{growing} was removed before it was published; begin anew with --fresh")
+    if not final.exists() or final.stat().st_ino != inode:
+        raise Fatal(f"{growing} is gone, not published. Cancel this export and run it again")
     folder = os.open(final.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)

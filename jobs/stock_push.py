@@ -1,9 +1,10 @@
 """Push what changed in the stock table to a marketplace, each change once, whatever happens.
 
 What is to be pushed is planned once per run in the table `listing`: per SKU what the marketplace
-shows, what it should show, and a revision that rises with each plan. SKU and revision make the
-idempotency key, so a batch that is done again asks for the very same, also if the stock has changed
-since. `python jobs/marketplace.py` is a marketplace to try it on.
+should show, under a revision that rises whenever that changes, and the revision that it was last
+told. SKU and revision make the idempotency key, so a batch that is done again asks for the very
+same, also if the stock has changed since; and what a run pushed that was given up before its commit
+is pushed over by the next one. `python jobs/marketplace.py` is a marketplace to try it on.
 """
 
 import json
@@ -12,21 +13,27 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from batchrun import Batch, Context, Query, job
 
 CREATE = """CREATE TABLE IF NOT EXISTS listing (
-  sku TEXT PRIMARY KEY, revision INTEGER NOT NULL, quantity INTEGER, wanted INTEGER)"""
-PLAN = """INSERT INTO listing SELECT sku, 1, NULL, quantity FROM {table} WHERE true
+  sku TEXT PRIMARY KEY, revision INTEGER NOT NULL, wanted INTEGER, pushed INTEGER,
+  quantity INTEGER)"""  # NULL: not pushed yet; not listed
+PLAN = """INSERT INTO listing SELECT sku, 1, quantity, NULL, NULL FROM {table} WHERE true
   ON CONFLICT (sku) DO UPDATE SET wanted = excluded.wanted, revision = listing.revision + 1
   WHERE listing.wanted IS NOT excluded.wanted"""
 PLAN_ENDS = """UPDATE listing SET wanted = NULL, revision = revision + 1
   WHERE wanted IS NOT NULL AND sku NOT IN (SELECT sku FROM {table})"""
-CHANGED = """SELECT sku, revision, quantity, wanted FROM listing
-  WHERE quantity IS NOT wanted"""
+CHANGED = "SELECT sku, revision, wanted, quantity FROM listing WHERE pushed IS NOT revision"
+REFUSALS = (
+    HTTPStatus.BAD_REQUEST,
+    HTTPStatus.CONFLICT,
+    HTTPStatus.UNPROCESSABLE_ENTITY,
+    HTTPStatus.TOO_MANY_REQUESTS,
+)
 
 
 @dataclass(frozen=True)
@@ -36,15 +43,13 @@ class Settings:
     marketplace: str = "http://127.0.0.1:8099"
     database: str = "sqlite:stock.db"  # SQLite only
     table: str = "stock"  # with the columns sku and quantity
-    rate: str = "200/s"  # calls, at most
+    rate: str = "400/s"  # calls, at most
     workers: int = 8  # calls at a time
 
 
 def was_refused(error: BaseException) -> bool:
-    """Tell whether an error means for certain that the marketplace has done nothing."""
-    if isinstance(error, HTTPError):
-        return 400 <= error.code < 500
-    return isinstance(error, URLError) and isinstance(error.reason, ConnectionRefusedError)
+    """Tell whether the marketplace has refused this very change, or asks to wait."""
+    return isinstance(error, HTTPError) and error.code in REFUSALS
 
 
 def take_back(ctx: Context[Settings]) -> Iterator[Batch]:
@@ -62,7 +67,8 @@ def take_back(ctx: Context[Settings]) -> Iterator[Batch]:
         )
         with batch.transaction() as rows:
             rows.executemany(
-                "UPDATE listing SET quantity = ?3, wanted = ?3, revision = ?2 + 1 WHERE sku = ?1",
+                "UPDATE listing SET wanted = ?3, revision = ?2 + 1, pushed = ?2 + 1, quantity = ?3"
+                " WHERE sku = ?1",
                 [shown for shown, _ in done],
             )
         yield batch
@@ -84,16 +90,17 @@ def stock_push(ctx: Context[Settings]) -> Iterator[Batch]:
         done = ctx.once_each(
             batch,
             idempotency_key=lambda row: f"stock/{row[0]}/{row[1]}",
-            call=lambda key, row: push(s.marketplace, key, row[0], row[3]),
+            call=lambda key, row: push(s.marketplace, key, row[0], row[2]),
             lookup=partial(receipt_of, s.marketplace),
             workers=s.workers,
             rate=s.rate,
             on_error="reject",
         )
         with batch.transaction() as rows:
-            batch.remember((sku, revision, before) for (sku, revision, before, _), _ in done)
+            batch.remember((sku, revision, before) for (sku, revision, _, before), _ in done)
             rows.executemany(
-                "UPDATE listing SET quantity = wanted WHERE sku = ? AND revision = ?",
+                "UPDATE listing SET pushed = revision, quantity = wanted"
+                " WHERE sku = ? AND revision = ?",
                 [(sku, revision) for (sku, revision, *_), _ in done],
             )
         yield batch

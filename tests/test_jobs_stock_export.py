@@ -122,11 +122,18 @@ def test_a_killed_export_that_is_cancelled_leaves_nothing(shop: Project) -> None
     assert left(shop) == []
 
 
-def test_a_file_that_lost_rows_is_not_published(shop: Project) -> None:
+@pytest.mark.parametrize("lost", ["cut", "removed"])
+def test_a_file_that_lost_rows_is_not_published_and_a_new_export_can_be_made(
+    shop: Project, lost: str
+) -> None:
     shop.run("run", "stock_export", "--batches", "3")
     (growing,) = shop.folder.glob(".stock.csv*")
-    growing.write_text("sku\n")
+    growing.write_text("sku\n") if lost == "cut" else growing.unlink()
     ended = shop.run("resume")
     assert ended.code == 1
-    assert "has lost rows that were written; begin anew with --fresh" in ended.err
+    said = f"{growing} has lost rows that were written. Cancel this export and run it again"
+    assert said in ended.err
     assert not (shop.folder / "stock.csv").exists()
+    assert shop.run("cancel", "stock_export").code == 0
+    assert shop.run("run", "stock_export").code == 0
+    assert exported(shop) == as_text(ROWS)

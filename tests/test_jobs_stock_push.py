@@ -134,12 +134,23 @@ def test_a_rollback_shows_again_what_was_shown_before(shop: Shop) -> None:
     assert shop.push()["called"] == 22
 
 
-def test_a_marketplace_that_is_away_fails_nothing_for_ever(shop: Shop) -> None:
-    project = shop.project
-    project.write_file(
-        "batchrun.toml", CONFIG.format(url="http://127.0.0.1:9").replace('"0"', '"1ms"')
-    )
-    assert project.run("run", "stock_push", "--set", "workers=1").code in (10, 13, 1)
-    project.write_file("batchrun.toml", CONFIG.format(url=shop.url))
-    assert project.run("run", "stock_push", "--fresh").code == 0
+def test_what_a_run_pushed_that_was_given_up_is_pushed_over(shop: Shop) -> None:
+    shop.push()
+    shop.sql("UPDATE stock SET quantity = quantity + 100")
+    env = {**clean_environment(), "BATCHRUN_TEST_POINT": "commit.begun@3=kill-both"}
+    assert shop.project.run("run", "stock_push", env=env).code == -9
+    wait_for(lambda: not shop.project.living(), "the worker to be gone")
+    assert shop.project.run("cancel", "stock_push").code == 0
+    assert shop.listings() != STOCK
+    shop.sql("UPDATE stock SET quantity = quantity - 100")
+    shop.push()
+    assert shop.listings() == STOCK
+
+
+def test_an_outage_of_the_marketplace_rejects_nothing(shop: Shop) -> None:
+    away = CONFIG.format(url="http://127.0.0.1:9")
+    shop.project.write_file("batchrun.toml", away)
+    assert shop.project.run("run", "stock_push").code == 13
+    shop.project.write_file("batchrun.toml", CONFIG.format(url=shop.url))
+    shop.push("resume", "--accept-settings")
     assert shop.listings() == STOCK
