@@ -11434,8 +11434,7 @@ def look_at_job(config: Config, job: JobConfig, host: Host) -> Iterator[Look]:
     """Look whether a job can be imported, and how long its installed unit lets a stop take."""
     todo = ""
     try:
-        os.chdir(config.folder)
-        found = load_job(job)
+        found = installed_job(config, job)
         found.settings_from(job, {}, config.folder)
         said = f"version {found.version} can be loaded, and its settings fit"
     except BatchrunError as error:
