@@ -3247,7 +3247,8 @@ class ImageStore:
 # nothing needs it any more. Needed are a job's newest run and newest success, what has an open
 # reject, a pending cleanup or an open operation, and whatever is a retry or rollback of a needed
 # run, or was retried or rolled back by one. The newest go first: a retry before what it retried.
-# Files go before the row, which alone knows of them. An operation means once ever: its row stays,
+# First its copy of the checkpoint goes, so that no rollback of it begins, then its commits in slices;
+# then its files, while no transaction is open; last its row, which alone knows of them. An operation means once ever: its row stays,
 # and its run's with it. Events stay that others refer to, without the run; the newest is the clock.
 # An *alert* is raised once for what stands: (kind, about) is unique among those not closed. It is
 # closed by the job's next success, which is known by event ids, and is one itself: recovered. What
@@ -3542,7 +3543,7 @@ REJECTS = """SELECT * FROM (
   WHERE j.confirmed AND j.run IN (SELECT key FROM run WHERE id = ?1 OR retry_of = ?1))"""
 # What is remembered and not undone: key of the run r, number and image of its batch b.
 REMEMBERED = """SELECT r.key, b.number, b.images FROM batch b JOIN run r ON r.key = b.run
-  WHERE b.images IS NOT NULL AND b.number <= coalesce((SELECT min(u.rollback_to) FROM run u
+  WHERE b.images IS NOT NULL AND r.checkpoint IS NOT NULL AND b.number <= coalesce((SELECT min(u.rollback_to) FROM run u
     WHERE u.rollback_of = r.id AND u.state = 'succeeded'), b.number)"""
 # The runs not finished before event ?1 and begun by event ?2, and whether ?1 accounts for each.
 FOUND = """SELECT key, first < ?1 OR stored IS NOT NULL FROM (SELECT key,
@@ -3999,7 +4000,7 @@ class Ledger:
         unknown = len(self.open_operations(run))
         later = f"{REMEMBERED} AND r.job = ? AND r.key > ? ORDER BY r.key DESC LIMIT 1"
         newest = self._rows(later, run.job, run.key)
-        remembers = any(row.images for row in self.batches_of(rollback))
+        remembers = run.checkpoint and any(row.images for row in self.batches_of(rollback))
         applies: dict[str, object] = {
             "is one": run.rollback_of,
             "unfinished": not run.finished,
@@ -5277,37 +5278,38 @@ class Ledger:
                 old.pop(name, None)
         return list(old.values())
 
-    def prune(self, run: Run, before: str, remove_files: Callable[[], object]) -> tuple[bool, int]:
-        """Remove a run, or a slice of its commits; return whether it is gone, and how many rows.
+    def prune(self, run: Run, before: str) -> tuple[bool, int]:
+        """Remove a slice of a run's commits; return whether its files are next, and how many rows.
 
         It is asked again whether nothing needs it. A run that has made operations keeps its row.
         """
         with self._writing():
             if run.key not in self.prunable(before):
-                return True, 0
-            remove_files()
+                return False, 0
             rows, key = self._connection.total_changes(), (run.key,)
             first = "(SELECT min(number) FROM batch WHERE run = ?1)"
+            self._sql("UPDATE run SET checkpoint = NULL WHERE key = ?", key)
             self._sql(
                 f"DELETE FROM batch WHERE run = ?1 AND number < {first} + {COMMITS_AT_ONCE}", key
             )
-            is_gone = not self._sql("SELECT 1 FROM batch WHERE run = ?", key).fetchone()
-            if is_gone:
-                self._prune_rest_of(run)
+            is_last = not self._sql("SELECT 1 FROM batch WHERE run = ?", key).fetchone()
             reach("prune.commit")
-            return is_gone, self._connection.total_changes() - rows
+            return is_last, self._connection.total_changes() - rows
 
-    def _prune_rest_of(self, run: Run) -> None:
-        """Remove what a run has beside its commits, and its row if nothing refers to it."""
-        key = (run.key,)
-        self._sql("UPDATE reject SET retry = NULL WHERE retry = ?", key)
-        self._sql(f"UPDATE event SET run = NULL WHERE run = ?1 AND id IN ({REFERRED})", key)
-        for table in ROWS_OF_A_RUN:
-            self._sql(f"DELETE FROM {table} WHERE run = ?", key)
-        self._sql("DELETE FROM event WHERE run = ?", key)
-        self._sql("UPDATE run SET checkpoint = NULL WHERE key = ?", key)
-        made = "SELECT 1 FROM operation WHERE run = ?1"
-        self._sql(f"DELETE FROM run WHERE key = ?1 AND NOT EXISTS ({made})", key)
+    def forget(self, run: Run) -> int:
+        """Remove what a run has beside commits and files, and its row; return how many rows.
+
+        The row stays if the run has made operations.
+        """
+        key, rows = (run.key,), self._connection.total_changes()
+        with self._writing():
+            self._sql("UPDATE reject SET retry = NULL WHERE retry = ?", key)
+            self._sql(f"UPDATE event SET run = NULL WHERE run = ?1 AND id IN ({REFERRED})", key)
+            for table in (*ROWS_OF_A_RUN, "event"):
+                self._sql(f"DELETE FROM {table} WHERE run = ?", key)
+            made = "SELECT 1 FROM operation WHERE run = ?1"
+            self._sql(f"DELETE FROM run WHERE key = ?1 AND NOT EXISTS ({made})", key)
+            return self._connection.total_changes() - rows
 
     def prune_the_rest(self, before: str) -> int:
         """Remove old readings, closed barriers and events of no run; return how many rows."""
@@ -5512,7 +5514,7 @@ See: batchrun report {run}""",
 There is nothing above batch {to} that is not undone.
 See: batchrun report {run}""",
     "nothing": """Run {run} of {job} has nothing to undo above batch {to}.
-None of those batches has remembered a row.
+None of those batches has remembered a row, or what they had is being pruned.
 See: batchrun report {run}""",
 }
 
@@ -11305,12 +11307,15 @@ def prune(
         return pruned
     rows = size = 0
     for run in pruned.runs:
-        is_gone = False
-        while not is_gone:
+        is_last, more = False, 1
+        while more and not is_last:
+            is_last, more = ledger.prune(run, pruned.before)
+            rows += more
+        if is_last:
             files = state.files_of(run)
             size += sum(map(size_of, files))
-            is_gone, more = ledger.prune(run, pruned.before, functools.partial(remove_files, files))
-            rows += more
+            remove_files(files)
+            rows += ledger.forget(run)
     rows += ledger.prune_the_rest(pruned.before)
     if pruned.runs:
         ledger.note(who, "pruned", str(pruned))

@@ -498,7 +498,7 @@ def test_a_rollback_is_not_rolled_back_and_nothing_is_twice(shop: Table) -> None
     shop.roll_back(run, "--to-batch", "1")
     assert shop.refused(run) == (
         f"Run {run} of sync has nothing to undo above batch 0.\n"
-        "None of those batches has remembered a row.\n"
+        "None of those batches has remembered a row, or what they had is being pruned.\n"
         f"Nothing was undone.\nSee: batchrun report {run}\n"
     )
 
