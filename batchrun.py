@@ -5046,11 +5046,12 @@ class Ledger:
         with self._owning(run, generation):
             self._sql("UPDATE run SET generation = generation WHERE key = ?", (run.key,))
 
-    def take_up(self, run: Run, generation: int, rows: Iterable[Operation]) -> None:
-        """Let a run answer for open operations that it met and an older run had claimed."""
-        sql = "UPDATE operation SET run = ?, generation = ? WHERE id = ? AND outcome IS NULL"
+    def take_up(self, run: Run, generation: int, number: int, rows: Iterable[Operation]) -> None:
+        """Let a run's next commit answer for open operations that an older run had claimed."""
+        sql = "UPDATE operation SET run = ?, generation = ?, number = ? WHERE id = ?"
+        mine = [(run.key, generation, number, row.id) for row in rows]
         with self._owning(run, generation):
-            self._connection.executemany(sql, [(run.key, generation, row.id) for row in rows])
+            self._connection.executemany(f"{sql} AND outcome IS NULL", mine)
 
     def answer(self, operation: Operation, told: Told, by: str) -> None:
         """Record what a person, or a lookup outside a run, says of an open operation; `by` types.
@@ -5281,14 +5282,14 @@ class Ledger:
     def prune(self, run: Run, before: str) -> tuple[bool, int]:
         """Remove a slice of a run's commits; return whether its files are next, and how many rows.
 
-        It is asked again whether nothing needs it. A run that has made operations keeps its row.
+        It is asked again whether anything needs the run; if so, nothing of it goes.
         """
         with self._writing():
             if run.key not in self.prunable(before):
                 return False, 0
             rows, key = self._connection.total_changes(), (run.key,)
-            first = "(SELECT min(number) FROM batch WHERE run = ?1)"
             self._sql("UPDATE run SET checkpoint = NULL WHERE key = ?", key)
+            first = "(SELECT min(number) FROM batch WHERE run = ?1)"
             self._sql(
                 f"DELETE FROM batch WHERE run = ?1 AND number < {first} + {COMMITS_AT_ONCE}", key
             )
@@ -5519,6 +5520,11 @@ See: batchrun report {run}""",
 }
 
 
+def filled(letter: str, facts: Mapping[str, object]) -> list[str]:
+    """Return what, why and what to do of a letter in a table; a fact may have lines of its own."""
+    return [part.format(**facts) for part in letter.split("\n", 2)]
+
+
 def cannot_roll_back(
     clause: str, rollback: Rollback, other: Run, unknown: int = 0
 ) -> BatchrunError:
@@ -5526,8 +5532,8 @@ def cannot_roll_back(
     run, to, top, _ = rollback
     facts = {"run": run.id, "job": run.job, "state": run.state, "number": run.number}
     facts |= {"to": to, "top": top, "of": run.rollback_of, "unknown": unknown}
-    letter = REFUSED_ROLLBACKS[clause].format(**facts, other=other.id, other_state=other.state)
-    what, why, todo = letter.split("\n", 2)
+    facts |= {"other": other.id, "other_state": other.state}
+    what, why, todo = filled(REFUSED_ROLLBACKS[clause], facts)
     kind = ConfigurationError if clause == "no such batch" else PersonNeeded
     return kind(what, why=why, unchanged="Nothing was undone.", todo=todo)
 
@@ -7594,7 +7600,7 @@ Leave out the break or return, or call ctx.finish("why") before it.""",
 
 def broken(clause: str, **facts: object) -> JobError:
     """Return the letter for a job that broke a clause of its contract."""
-    what, why, todo = CONTRACT[clause].format(**facts).split("\n", 2)
+    what, why, todo = filled(CONTRACT[clause], facts)
     return JobError(what, why=why, unchanged="Nothing more was committed.", todo=todo)
 
 
@@ -8754,9 +8760,7 @@ class Context(Generic[S]):
     def _operated(self, wanted: list[tuple[str, tuple[Any, ...]]], how: How) -> list[Performed]:
         """Have operations done by the worker, and count them with the open batch."""
         with self._own_code():
-            if (
-                self._current is not None
-            ):  # else a batch that its target has would be forgotten here
+            if self._current is not None:  # a batch that its target has would be forgotten here
                 self._current._require_open("once()")
             self._driver.pass_gate()
             self._calling = True
@@ -10099,7 +10103,10 @@ MET_AGAIN = "operations were recorded before and are not called again; the first
 class Claim:
     """An operation that is to be done: what is called with what, and what came of it."""
 
-    __slots__ = ("arguments", "began", "digest", "done", "error", "id", "key", "result", "since")
+    __slots__ = (
+        *("arguments", "began", "digest", "done", "error", "id", "is_late", "key", "result"),
+        "since",
+    )
 
     def __init__(self, key: str, arguments: tuple[Any, ...], digest: bytes) -> None:
         self.key, self.arguments, self.digest = key, arguments, digest
@@ -10107,6 +10114,7 @@ class Claim:
         self.began = self.since = 0.0  # the call; and the first wait that was asked for
         self.result: Any = None
         self.error: BaseException | None = None
+        self.is_late = False  # whether its call was not awaited, and may be at work still
         self.done = Performed("")
 
 
@@ -10169,9 +10177,16 @@ class Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let the threads end."""
+        """Let the threads end; after an error they begin no call that still waits for one."""
+        self.halted = True
         for _thread in range(self._threads):
             self._bells[0].put(None)
+
+    def add(self, claims: Iterable[Claim]) -> None:
+        """Have calls made, in order; what an earlier crew has made of the claims is forgotten."""
+        for claim in claims:
+            claim.began, claim.result, claim.error = 0.0, None, None
+            self.ready.append(claim)
 
     def _labour(self) -> None:
         given, back, (work, ended) = self._given, self._back, self._bells
@@ -10257,6 +10272,7 @@ class Crew:
         return late
 
     def _late(self, claim: Claim) -> TimeoutError:
+        claim.is_late = True
         return TimeoutError(f"operation {claim.key!r} did not end within {self._limit_s:g} s")
 
 
@@ -10338,7 +10354,7 @@ class Operations:
             else:
                 claim.done = self._known(row, number, receipt_of[key])
         if open_claims:
-            todo.extend(self._find_out(open_claims, how))
+            todo.extend(self._find_out(open_claims, number, how))
         if todo:
             Effects(self, number, how, todo).make_all()
         return self._answers(wanted, claims)
@@ -10423,7 +10439,9 @@ class Operations:
 
     # -- what is unknown -------------------------------------------------------------------
 
-    def _find_out(self, unknown: list[tuple[Claim, Operation]], how: How) -> list[Claim]:
+    def _find_out(
+        self, unknown: list[tuple[Claim, Operation]], number: int, how: How
+    ) -> list[Claim]:
         """Return which operations of unknown outcome are surely not done; record what is found.
 
         Where nobody can tell, the attempt ends.
@@ -10434,7 +10452,7 @@ class Operations:
             claims.append(claim)
         foreign = [row for _, row in unknown if row.run != self._run.key]
         if foreign:
-            self._ledger.take_up(self._run, self._generation, foreign)
+            self._ledger.take_up(self._run, self._generation, number, foreign)
         absent = self._look_up(claims, how) if how.lookup else []
         if absent and self.host.monotonic() < self._settled_at:
             self._wait_until(self._settled_at)
@@ -10450,12 +10468,13 @@ class Operations:
         lookup = cast("Callable[[str], Any]", how.lookup)
         ended = list[Claim]()
         with Crew(self, how, lambda claim: lookup(claim.key), "operation.looked_up") as crew:
-            crew.ready.extend(claims)
+            crew.add(claims)
             while crew.ready or crew.out:
                 for claim in crew.turn():
                     ended.append(claim)
                     crew.halted |= not isinstance(claim.error, CannotTell | None)
-        found = [c for c in ended if c.began and c.error is None and c.result is not None]
+        unasked = [claim for claim in ended if not claim.began]  # for a stop, maybe withdrawn since
+        found = [c for c in ended if c.error is None and c.result is not None]
         texts = [(claim, self.receipt_text(claim)) for claim in found]
         self.tell([Told(c.id, CONFIRMED, text, "lookup") for c, text in texts if text])
         self.driver.pass_gate()
@@ -10466,7 +10485,8 @@ class Operations:
         for claim in ended:
             if claim.error is not None and not isinstance(claim.error, CannotTell):
                 raise claim.error
-        return [claim for claim in ended if claim.error is None and claim.result is None]
+        absent = [c for c in ended if c.began and c.error is None and c.result is None]
+        return absent + (self._look_up(unasked, how) if unasked else [])
 
     def receipt_text(self, claim: Claim) -> str | None:
         """Return a receipt as JSON; None if it is not the same there."""
@@ -10479,6 +10499,7 @@ class Operations:
     def _wait_until(self, moment: float) -> None:
         """Wait, as a place to stop."""
         while (left_s := moment - self.host.monotonic()) > 0:
+            self.driver.stop_is_asked()  # looks what the ledger says
             self.driver.pass_gate()
             self.host.sleep(min(left_s, TICK_S))
 
@@ -10539,7 +10560,7 @@ class Effects:
         told, self._told = self._told, []
         self._of.tell(told, claims, **self._of_all)
         self._claimed += len(claims)
-        self._crew.ready.extend(claims)
+        self._crew.add(claims)
 
     def _pause(self) -> None:
         """With no call in flight, end the calls, or wait as the destination asked to."""
@@ -10572,7 +10593,7 @@ class Effects:
     def _failed(self, claim: Claim, error: BaseException) -> None:
         """Judge the error of a call: unknown, to be called again later, or surely not done."""
         of, why = self._of, shortened(error_text(error))
-        if not of.is_not_done(error):
+        if claim.is_late or not of.is_not_done(error):
             self._told.append(Told(claim.id, None, why=why))
             self._end(error)
             return
@@ -10592,7 +10613,6 @@ class Effects:
     def _again(self, claim: Claim, why: str) -> None:
         """Free a claim that was surely not done, and let it be claimed anew."""
         self._told.append(Told(claim.id, FREED, who="worker", why=why))
-        claim.began, claim.error = 0.0, None
         self._todo.append(claim)
 
     def _end(self, error: BaseException) -> None:
