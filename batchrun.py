@@ -10657,7 +10657,13 @@ def lookup_main() -> None:
     path, job, questions = json.load(sys.stdin)
     config = load_config(Path(path))
     os.chdir(config.folder)
-    load_job(config.job(job))
+    try:
+        load_job(config.job(job))
+    except BatchrunError as error:
+        why = " ".join([error.what, *error.why.splitlines()[-1:]])
+        for key, _ in questions:
+            write_line(answers, json.dumps([key, None, None, why]))
+        return
     alarm = Alarm(config.job(job).call_timeout_s)
     for key, recorded in questions:
         outcome, receipt, why = None, None, ""
@@ -14174,7 +14180,7 @@ class Reconciler:
         self._state = StateDirectory(config, host)
 
     def unknown(self, run: Run | None) -> list[Answered]:
-        """Return the operations of unknown outcome, of a run or of all that nobody owns."""
+        """Return the operations of unknown outcome, of a run or of all."""
         runs = [run] if run else [found for found, _ in self._ledger.runs_with_open_operations()]
         return [
             Answered(operation, each, None, operation.why or "")
@@ -14182,8 +14188,35 @@ class Reconciler:
             for operation in self._ledger.open_operations(each)
         ]
 
+    def settled(
+        self, rows: list[Answered], who: str, *, lookup: bool, applies: bool
+    ) -> list[Answered]:
+        """Add what lookups say where no person has answered; if it applies, record all of it.
+
+        Raises:
+            Busy: a job of which a person has answered is running; nothing was changed.
+        """
+        known = {row.operation.id: row for row in rows}
+        with contextlib.ExitStack() as held:
+            for job in sorted({row.run.job for row in rows if lookup or row.told}):
+                mine = [row for row in rows if row.run.job == job]
+                try:
+                    if applies:
+                        held.enter_context(self._owning(job, who))
+                    asked = [row for row in mine if lookup and row.told is None]
+                    found = self._looked_up(job, asked, settled=applies) if asked else []
+                except Busy as error:
+                    if any(row.told for row in mine):
+                        raise
+                    found = [row._replace(why=error.what) for row in mine]
+                known |= {row.operation.id: row for row in found}
+            for row in known.values():
+                if applies and row.told:
+                    self._ledger.answer(row.operation, row.told, who)
+        return list(known.values())
+
     @contextlib.contextmanager
-    def owning(self, job: str, who: str) -> Iterator[None]:
+    def _owning(self, job: str, who: str) -> Iterator[None]:
         """Hold a job's lock, so that no claimant is left; Busy if somebody else has it."""
         lock = JobLock(self._state.lock_path(job))
         if not lock.acquire():
@@ -14199,7 +14232,7 @@ class Reconciler:
         finally:
             lock.release()
 
-    def looked_up(self, job: str, rows: list[Answered], *, settled: bool) -> list[Answered]:
+    def _looked_up(self, job: str, rows: list[Answered], *, settled: bool) -> list[Answered]:
         """Return what the destination says of operations; `settled` waits until absent is true."""
         rows, options = self._asked(job, rows), self._config.job(job)
         absent = [row for row in rows if row.told and row.told.outcome == FREED]
@@ -14220,19 +14253,22 @@ class Reconciler:
         order = json.dumps([str(self._config.path), job, asked])
         limit_s = PROBE_START_S + len(asked) * (self._config.job(job).call_timeout_s + 1)
         answers: dict[str, list[Any]] = {}
+        cut = "it did not end in time"
         with contextlib.suppress(subprocess.TimeoutExpired):
             words = own_interpreter("lookup_main")
             ways: dict[str, Any] = {"text": True, "capture_output": True, "timeout": limit_s}
             ended = subprocess.run(words, input=order, check=False, **ways)
-            lines = ended.stdout.splitlines()
-            answers = {key: answer for key, *answer in map(json.loads, lines)}
-        return [self._answered(row, answers.get(row.operation.key)) for row in rows]
+            answers = {key: answer for key, *answer in map(json.loads, ended.stdout.splitlines())}
+            cut = "its process ended during the call"
+        return [
+            self._answered(row, answers.get(row.operation.key, [None, None, cut])) for row in rows
+        ]
 
-    def _answered(self, row: Answered, answer: list[Any] | None) -> Answered:
+    def _answered(self, row: Answered, answer: list[Any]) -> Answered:
         if row.operation.lookup is None:
             why = "its lookup is no plain function, so only the job itself can ask"
             return row._replace(why=f"{row.why}\n{why}".strip())
-        outcome, receipt, why = answer or (None, None, "its process ended during the call")
+        outcome, receipt, why = answer
         if outcome is None:
             return row._replace(told=None, why=f"cannot tell: {mask_secrets(why)}")
         return row._replace(told=Told(row.operation.id, outcome, receipt, "lookup"))
@@ -14245,14 +14281,23 @@ def by_person(
 
     Raises:
         NotFound: a key is none of theirs.
+        ConfigurationError: it is that of two of them.
     """
     outcomes = {**dict.fromkeys(absent, FREED), **dict.fromkeys(confirmed, CONFIRMED)}
-    if unknown := sorted(outcomes.keys() - {row.operation.key for row in rows}):
-        raise NotFound(
-            f"There is no operation of unknown outcome with the key {unknown[0]!r}.",
-            unchanged="Nothing was changed.",
-            todo="See: batchrun reconcile",
-        )
+    for key in sorted(outcomes):
+        of_runs = [row.run.id for row in rows if row.operation.key == key]
+        if not of_runs:
+            raise NotFound(
+                f"There is no operation of unknown outcome with the key {key!r}.",
+                unchanged="Nothing was changed.",
+                todo="See: batchrun reconcile",
+            )
+        if len(of_runs) > 1:
+            raise ConfigurationError(
+                f"The key {key!r} is that of operations of two jobs.",
+                unchanged="Nothing was changed.",
+                todo=f"Name the run, such as: batchrun reconcile {of_runs[0]} ...",
+            )
     return [
         row._replace(told=told._replace(id=row.operation.id, outcome=outcomes[row.operation.key]))
         if row.operation.key in outcomes
@@ -17203,15 +17248,7 @@ def reconcile_command(
         reconciler = Reconciler(app.config, ledger, app.host, app.console.say)
         found = app.find_run(ledger, run) if run else None
         rows = by_person(reconciler.unknown(found), said["confirm"], said["absent"], told)
-        for job in sorted({row.run.job for row in rows}) if lookup or applies else ():
-            with reconciler.owning(job, app.who) if applies else contextlib.nullcontext():
-                mine = [row for row in rows if row.run.job == job]
-                asked = [row for row in mine if lookup and row.told is None]
-                answers = reconciler.looked_up(job, asked, settled=applies) if asked else []
-                known = {row.operation.id: row for row in answers}
-                rows = [known.get(row.operation.id, row) for row in rows]
-                for row in (row for row in rows if applies and row.told and row.run.job == job):
-                    ledger.answer(row.operation, cast("Told", row.told), app.who)
+        rows = reconciler.settled(rows, app.who, lookup=lookup, applies=applies)
     return show_answered(app, rows, applies=applies)
 
 
