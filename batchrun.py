@@ -2712,7 +2712,7 @@ def changed_settings(before: Mapping[str, str], settings: object, folder: Path) 
 #   {"ledger": "...",                               the body: a JSON object, one value a line,
 #   ...}\n                                          ended by a newline; nothing follows it
 #
-# A checkpoint is valid if and only if the header has these four words, FORMAT is known, the body
+# A checkpoint is valid if and only if its header has these four words, FORMAT is known, the body
 # has exactly LENGTH bytes, its SHA-256 is SHA256, nothing follows, the whole is not larger than
 # CHECKPOINT_MAX_BYTES, and the body is strict JSON that has every field of `Checkpoint` with its
 # type and no other, and a cursor that can be decoded. The same function judges it before it is
@@ -2723,18 +2723,16 @@ def changed_settings(before: Mapping[str, str], settings: object, folder: Path) 
 # the run and the settings.
 #
 # state/images/JOB/RUN/NUMBER-GENERATION-SHA256 is the *image* of a batch, the rows that it has
-# remembered: of commit NUMBER, staged by GENERATION; SHA256 is that of the file's bytes.
-#
-#   batchrun-image FORMAT LENGTH ROWS BYTES\n       LENGTH of what follows; BYTES when unpacked
-#   zlib stream                                     the rows as cursors are encoded, in JSON lists
-#                                                   of 100, one a line; the last may have less
+# remembered: of commit NUMBER, staged by GENERATION. It has a header of the same form, with
+# `batchrun-image` and the SHA256 of its name. Its body is a zlib stream of the rows, encoded as
+# cursors are, in JSON lists of 100, one a line; the last may have less.
 #
 # An image is written once, durable with its folder before its batch is committed anywhere, and
 # counts if and only if a commit names it. One above the newest commit is left of an older try, and
 # is removed when that batch begins again.
 
-CHECKPOINT_MAGIC = "batchrun-checkpoint"
-CHECKPOINT_FORMAT = 1
+CHECKPOINT, IMAGE = "batchrun-checkpoint", "batchrun-image"
+FORMAT = 1  # of both
 CHECKPOINT_MAX_BYTES = 1_048_576
 CURSOR_MAX_BYTES = 65_536
 PLAIN_INT_MAX = 2**53
@@ -2749,7 +2747,7 @@ class CursorError(JobError):
 
 
 class BrokenCheckpoint(BatchrunError):
-    """A checkpoint file that is not valid; says in which way."""
+    """A file of ours that is not valid; says in which way."""
 
     exit_code = ExitCode.PERSON_NEEDED
 
@@ -2764,6 +2762,29 @@ class NewerFormat(StateDirectoryError):
             unchanged="It was not touched.",
             todo="Install that version again: python -m pip install -U batchrun",
         )
+
+
+def sealed(kind: str, body: bytes) -> tuple[bytes, str]:
+    """Return a file's bytes, a header line before its body, and the body's hash."""
+    digest = sha256(body).hexdigest()
+    return f"{kind} {FORMAT} {digest} {len(body)}\n".encode() + body, digest
+
+
+def read_header(kind: str, line: bytes) -> tuple[str, str]:
+    """Return the hash and the length of a body, as the header line before it has them.
+
+    Raises:
+        BrokenCheckpoint: it is no such header; says why.
+        NewerFormat: a newer batchrun wrote it.
+    """
+    words = line.decode("ascii", "replace").removesuffix("\n").split(" ")
+    if line[-1:] != b"\n" or len(words) != 4 or words[0] != kind or not words[1].isdecimal():
+        raise BrokenCheckpoint(f"it does not begin with a header of {kind}")
+    if int(words[1]) > FORMAT:
+        raise NewerFormat(f"A file of {kind} has format", words[1], FORMAT)
+    if words[1] != str(FORMAT):
+        raise BrokenCheckpoint(f"there never was a format {words[1]}")
+    return words[2], words[3]
 
 
 def encode_cursor(value: object) -> str:
@@ -2931,8 +2952,7 @@ def first_hash(ledger: str, run: str, settings: str) -> str:
 def checkpoint_bytes(checkpoint: Checkpoint) -> tuple[bytes, str]:
     """Return a checkpoint as its file's bytes, and its hash; CursorError if not read back so."""
     body = f"{_a_value_a_line(checkpoint._asdict())}\n".encode()
-    digest = sha256(body).hexdigest()
-    content = f"{CHECKPOINT_MAGIC} {CHECKPOINT_FORMAT} {digest} {len(body)}\n".encode() + body
+    content, digest = sealed(CHECKPOINT, body)
     try:
         why = "" if parse_checkpoint(content)[0] == checkpoint else "it is not the same"
     except BrokenCheckpoint as error:
@@ -2953,18 +2973,11 @@ def parse_checkpoint(content: bytes) -> tuple[Checkpoint, str]:
         NewerFormat: a newer batchrun wrote it.
     """
     header, newline, body = content.partition(b"\n")
-    words = header.decode("ascii", "replace").split(" ")
-    if not newline or len(words) != 4 or words[0] != CHECKPOINT_MAGIC or not words[1].isdecimal():
-        raise BrokenCheckpoint("it does not begin with a checkpoint's header")
-    if int(words[1]) > CHECKPOINT_FORMAT:
-        raise NewerFormat("A checkpoint has format", words[1], CHECKPOINT_FORMAT)
-    if words[1] != str(CHECKPOINT_FORMAT):
-        raise BrokenCheckpoint(f"there never was a format {words[1]}")
+    digest, length = read_header(CHECKPOINT, header + newline)
     if len(content) > CHECKPOINT_MAX_BYTES:
         raise BrokenCheckpoint(f"it is larger than {CHECKPOINT_MAX_BYTES:,} bytes")
-    digest = sha256(body).hexdigest()
-    if words[3] != str(len(body)) or words[2] != digest:
-        raise BrokenCheckpoint(f"torn or changed: {len(body)} bytes, {words[3]} were written")
+    if length != str(len(body)) or digest != sha256(body).hexdigest():
+        raise BrokenCheckpoint(f"torn or changed: {len(body)} bytes, {length} were written")
     return _checkpoint_of(body), digest
 
 
@@ -3070,8 +3083,6 @@ class CheckpointStore:
                 path.unlink(missing_ok=True)
 
 
-IMAGE_MAGIC = "batchrun-image"
-IMAGE_FORMAT = 1
 ROWS_A_LINE = 100
 EXACT = {str, int, float, bool, type(None)}  # come back from JSON as they were; NaN is refused
 
@@ -3112,12 +3123,10 @@ class ImageInMaking:
         if self._size > self._limit:
             raise self._too_much
 
-    def content(self) -> bytes:
-        """Return the image as its file's bytes; nothing can be added any more."""
+    def content(self) -> tuple[bytes, str]:
+        """Return the image as its file's bytes, and its hash; nothing can be added any more."""
         self._pack()
-        packed = b"".join([*self._packed, self._packer.flush()])
-        header = f"{IMAGE_MAGIC} {IMAGE_FORMAT} {len(packed)} {self.rows} {self._size}\n"
-        return header.encode() + packed
+        return sealed(IMAGE, b"".join([*self._packed, self._packer.flush()]))
 
 
 class ImageStore:
@@ -3126,42 +3135,38 @@ class ImageStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def write(self, number: int, generation: int, content: bytes) -> str:
+    def write(self, number: int, generation: int, content: bytes, digest: str) -> str:
         """Write an image, durable with its folder, and return its name."""
         for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
             make_private_folder(folder)
-        name = f"{number}-{generation}-{sha256(content).hexdigest()}"
+        name = f"{number}-{generation}-{digest}"
         reach("image.write", number)
         write_atomically(self.folder / name, content)
         reach("image.written", number)
         return name
 
-    def look(self, name: str) -> int:
-        """Return how many bytes an image unpacks to, if its header and its length are right."""
+    def look(self, name: str) -> None:
+        """Refuse an image that is not there, or has another header or length than it should."""
         try:
             with os.fdopen(os.open(self.folder / name, READ_PLAIN), "rb") as file:
                 header, size = file.readline(200), os.fstat(file.fileno()).st_size
+            _, length = read_header(IMAGE, header)
         except OSError as error:
             raise self._broken(name, error.strerror or "") from error
-        magic, *numbers = header.decode("ascii", "replace").split() or [""]
-        if magic != IMAGE_MAGIC or len(numbers) != 4 or not all(map(str.isdecimal, numbers)):
-            raise self._broken(name, "it does not begin with an image's header")
-        image_format, length, _, unpacked = map(int, numbers)
-        if image_format > IMAGE_FORMAT:
-            raise NewerFormat(f"{self.folder / name} has format", image_format, IMAGE_FORMAT)
-        if size != len(header) + length:
-            raise self._broken(name, f"it has {size} bytes, not {len(header) + length}")
-        return unpacked
+        except BrokenCheckpoint as error:
+            raise self._broken(name, error.what) from error
+        if str(size - len(header)) != length:
+            raise self._broken(name, f"{size - len(header)} bytes follow its header, not {length}")
 
     def lines(self, name: str) -> list[bytes]:
         """Return the lines of an image, of ROWS_A_LINE rows each; the whole of it is checked."""
         import zlib
 
         self.look(name)
-        content = (self.folder / name).read_bytes()
-        if sha256(content).hexdigest() != name.rpartition("-")[2]:
+        body = (self.folder / name).read_bytes().partition(b"\n")[2]
+        if sha256(body).hexdigest() != name.rpartition("-")[2]:
             raise self._broken(name, "it has other bytes than were written")
-        return zlib.decompress(content.partition(b"\n")[2]).split(b"\n")[:-1]
+        return zlib.decompress(body).split(b"\n")[:-1]
 
     def sweep(self, newest: int) -> None:
         """Remove what older tries have left above the newest commit; only under the job's lock."""
@@ -3247,9 +3252,9 @@ class ImageStore:
 # nothing needs it any more. Needed are a job's newest run and newest success, what has an open
 # reject, a pending cleanup or an open operation, and whatever is a retry or rollback of a needed
 # run, or was retried or rolled back by one. The newest go first: a retry before what it retried.
-# First its copy of the checkpoint goes, so that no rollback of it begins, then its commits in slices;
-# then its files, while no transaction is open; last its row, which alone knows of them. An operation means once ever: its row stays,
-# and its run's with it. Events stay that others refer to, without the run; the newest is the clock.
+# First its copy of the checkpoint goes, so that no rollback of it begins, then its commits in
+# slices; then its files, while no transaction is open; last its row, which alone knows of them. An
+# operation means once ever: its row stays, and its run's with it. Events stay that others refer to, without the run; the newest is the clock.
 # An *alert* is raised once for what stands: (kind, about) is unique among those not closed. It is
 # closed by the job's next success, which is known by event ids, and is one itself: recovered. What
 # stands is looked at in the transaction that raises and closes. An alert is pending in each way by
@@ -3543,7 +3548,8 @@ REJECTS = """SELECT * FROM (
   WHERE j.confirmed AND j.run IN (SELECT key FROM run WHERE id = ?1 OR retry_of = ?1))"""
 # What is remembered and not undone: key of the run r, number and image of its batch b.
 REMEMBERED = """SELECT r.key, b.number, b.images FROM batch b JOIN run r ON r.key = b.run
-  WHERE b.images IS NOT NULL AND r.checkpoint IS NOT NULL AND b.number <= coalesce((SELECT min(u.rollback_to) FROM run u
+  WHERE b.images IS NOT NULL AND r.checkpoint IS NOT NULL
+  AND b.number <= coalesce((SELECT min(u.rollback_to) FROM run u
     WHERE u.rollback_of = r.id AND u.state = 'succeeded'), b.number)"""
 # The runs not finished before event ?1 and begun by event ?2, and whether ?1 accounts for each.
 FOUND = """SELECT key, first < ?1 OR stored IS NOT NULL FROM (SELECT key,
@@ -11053,8 +11059,7 @@ def look_at_rollback(
     store, size = state.images(run), 0
     for batch in ledger.batches_of(rollback):
         if batch.images:
-            store.lines(batch.images)
-            size += store.look(batch.images)
+            size += sum(map(len, store.lines(batch.images)))
     return size
 
 
@@ -11316,20 +11321,25 @@ class Pruned(NamedTuple):
         return f"{count} run{'s' * (count != 1)} that ended before {self.before}"
 
 
-def to_prune(ledger: Ledger, keep_s: float, host: Host, most: int = 0) -> Pruned:
-    """Return what is older than is kept; behind an open barrier all stays that it found."""
+def prune(
+    state: StateDirectory,
+    ledger: Ledger,
+    keep_s: float,
+    host: Host,
+    who: str,
+    *,
+    most: int | None = None,
+    dry_run: bool = False,
+) -> Pruned:
+    """Let go of what is older than is kept, a run at a time; of at most so many runs, if said.
+
+    Behind an open barrier all stays that it found.
+    """
     barrier = ledger.barrier()
     before = min(host.later(-keep_s), barrier.at if barrier else "~")
     keys = ledger.prunable(before) if keep_s else []
-    return Pruned(before, [ledger.run(key) for key in keys[: most or None]])
-
-
-def prune(
-    state: StateDirectory, ledger: Ledger, keep_s: float, host: Host, who: str, most: int = 0
-) -> Pruned:
-    """Let go of what is older than is kept, a run at a time; of at most so many runs, if said."""
-    pruned = to_prune(ledger, keep_s, host, most)
-    if not keep_s:
+    pruned = Pruned(before, [ledger.run(key) for key in keys[:most]])
+    if dry_run or not keep_s:
         return pruned
     rows = size = 0
     for run in pruned.runs:
@@ -11357,7 +11367,7 @@ def prune_beside(
         OutcomeUnknown: the ledger's COMMIT failed; this process is not to go on writing.
     """
     try:
-        prune(state, ledger, config.keep_s, host, who, PRUNE_AT_ONCE)
+        prune(state, ledger, config.keep_s, host, who, most=PRUNE_AT_ONCE)
     except OutcomeUnknown:
         raise
     except (BatchrunError, OSError):
@@ -12313,7 +12323,7 @@ class Worker:
         if link.image is not None and link.image.rows:
             with self._image_letters():
                 content = link.image.content()
-                link.images = self._images.write(number, self._order.generation, content)
+                link.images = self._images.write(number, self._order.generation, *content)
             link.image = None
         if not link.rejects:
             return
@@ -17646,10 +17656,7 @@ def prune_command(app: App, *, keep: str | None, dry_run: bool) -> ExitCode:
     except ValueError as error:
         raise ConfigurationError(f"--keep {keep!r}: {error}.") from error
     with app.ledger(write=not dry_run) as ledger:
-        if dry_run:
-            pruned = to_prune(ledger, keep_s, app.host)
-        else:
-            pruned = prune(app.state, ledger, keep_s, app.host, app.who)
+        pruned = prune(app.state, ledger, keep_s, app.host, app.who, dry_run=dry_run)
     runs, names = pruned.runs, ("id", "job", "state", "ended_at")
     text = f"{pruned} {'would go' if dry_run else 'went'}"
     gone = f", with {pruned.rows:,} rows and {size_text(pruned.files_bytes)} of files"

@@ -48,9 +48,9 @@ class Place(NamedTuple):
             path.write_text("x" * 100)
         return self.ledger.run(run.key)
 
-    def prune(self, keep_s: float = 86_400.0, most: int = 0) -> Pruned:
+    def prune(self, keep_s: float = 86_400.0, most: int | None = None) -> Pruned:
         """Prune, and return what went."""
-        return prune(self.state, self.ledger, keep_s, Host(), "a test", most)
+        return prune(self.state, self.ledger, keep_s, Host(), "a test", most=most)
 
     def left(self) -> list[str]:
         """Return the runs that are left."""
