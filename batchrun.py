@@ -8518,7 +8518,7 @@ class Driver(Protocol):
     def await_answer(self, end: AttemptEnd) -> NoReturn:
         """End the attempt here, until a person has answered."""
 
-    def operate(self, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How) -> list[Performed]:
+    def operate(self, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How) -> list[Claim]:
         """Do what was never done under these keys; say of each what became of it, in order."""
 
 
@@ -8533,12 +8533,23 @@ class How(NamedTuple):
     on_error: str = "raise"
 
 
-class Performed(NamedTuple):
-    """What became of an operation."""
+class Claim:
+    """An operation that is to be done: what is called with what, and what became of it.
 
-    counts_as: str  # called, confirmed, already done; nothing if it was not done
-    receipt: Any = None
-    error: BaseException | None = None  # why it was surely not done
+    Attributes:
+        began, since: when the call began, and when its destination first asked to wait; or 0.
+        result: the receipt, or what a lookup says.
+        error: why it was not done, or is unknown.
+        is_late: whether its call was not awaited, and may be at work still.
+        counts_as: called, confirmed, already done; nothing if it was not done.
+    """
+
+    def __init__(self, key: str, arguments: tuple[Any, ...], digest: bytes) -> None:
+        self.key, self.arguments, self.digest = key, arguments, digest
+        self.id, self.began, self.since = 0, 0.0, 0.0
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.is_late, self.counts_as = False, ""
 
 
 class Context(Generic[S]):
@@ -8713,7 +8724,7 @@ class Context(Generic[S]):
         (done,) = self._operated([(key, arguments)], how)
         if done.error is not None:
             raise done.error
-        return done.receipt
+        return done.result
 
     def once_each(
         self,
@@ -8761,9 +8772,9 @@ class Context(Generic[S]):
             if each.error is not None:
                 self._current.reject(record, each.error)
         pairs = zip(records, done, strict=True)
-        return [(record, each.receipt) for record, each in pairs if each.error is None]
+        return [(record, each.result) for record, each in pairs if each.error is None]
 
-    def _operated(self, wanted: list[tuple[str, tuple[Any, ...]]], how: How) -> list[Performed]:
+    def _operated(self, wanted: list[tuple[str, tuple[Any, ...]]], how: How) -> list[Claim]:
         """Have operations done by the worker, and count them with the open batch."""
         with self._own_code():
             if self._current is not None:  # a batch that its target has would be forgotten here
@@ -8775,10 +8786,11 @@ class Context(Generic[S]):
             finally:
                 self._calling = False
         if self._current is not None:
-            counts = self._current._link.counts
-            for each in done:
-                if each.counts_as:
-                    counts[each.counts_as] = counts.get(each.counts_as, 0) + 1
+            counts, met = self._current._link.counts, set[str]()
+            for each in (each for each in done if each.counts_as):
+                name = "already done" if each.key in met else each.counts_as
+                counts[name] = counts.get(name, 0) + 1
+                met.add(each.key)
         return done
 
     def approval(self, name: str, summary: str) -> Approval:
@@ -10106,24 +10118,6 @@ PER_S = {"s": 1, "m": 60, "h": 3600}
 MET_AGAIN = "operations were recorded before and are not called again; the first is"
 
 
-class Claim:
-    """An operation that is to be done: what is called with what, and what came of it."""
-
-    __slots__ = (
-        *("arguments", "began", "digest", "done", "error", "id", "is_late", "key", "result"),
-        "since",
-    )
-
-    def __init__(self, key: str, arguments: tuple[Any, ...], digest: bytes) -> None:
-        self.key, self.arguments, self.digest = key, arguments, digest
-        self.id = 0
-        self.began = self.since = 0.0  # the call; and the first wait that was asked for
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.is_late = False  # whether its call was not awaited, and may be at work still
-        self.done = Performed("")
-
-
 def digest_of(key: str, arguments: tuple[Any, ...]) -> bytes:
     """Return the digest of a call's arguments; equal ones have equal digests in every process."""
     try:
@@ -10341,7 +10335,7 @@ class Operations:
 
     def perform(
         self, number: int, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How
-    ) -> list[Performed]:
+    ) -> list[Claim]:
         """Do what was never done under these keys; say of each what became of it, in order."""
         claims = self._claims_for(wanted)
         known = self._ledger.operations_with(self._run.job, claims)
@@ -10358,12 +10352,13 @@ class Operations:
             if row.outcome is None:
                 open_claims.append((claim, row))
             else:
-                claim.done = self._known(row, number, receipt_of[key])
+                claim.result = receipt_of[key]
+                claim.counts_as = self._known(row, number)
         if open_claims:
             todo.extend(self._find_out(open_claims, number, how))
         if todo:
             Effects(self, number, how, todo).make_all()
-        return self._answers(wanted, claims)
+        return [claims[key] for key, _ in wanted]
 
     def sync(self) -> int:
         """Make durable what was told, before a commit is built on it; return the newest id."""
@@ -10406,30 +10401,17 @@ class Operations:
             " such as a revision.",
         )
 
-    def _known(self, row: Operation, number: int, receipt: Any) -> Performed:
+    def _known(self, row: Operation, number: int) -> str:
         """Return what a recorded operation counts as, and name the first that is met again."""
         if (row.run, row.number) == (self._run.key, number):
-            return Performed("called" if row.outcome == DONE else "confirmed", receipt)
+            return "called" if row.outcome == DONE else "confirmed"
         if not self._said:
             self._said = True
             told = self._ledger.events(self._run, what=SAID)
             if not any(event.why.startswith(MET_AGAIN) for event in told):
                 by = self._ledger.run(row.run).id
                 self.driver.say(f"{MET_AGAIN} {row.key!r}, of run {by}, {row.claimed_at}")
-        return Performed("already done", receipt)
-
-    def _answers(
-        self, wanted: Sequence[tuple[str, tuple[Any, ...]]], claims: Mapping[str, Claim]
-    ) -> list[Performed]:
-        """Return what became of each record; of two with one key the second was done already."""
-        answers, met = list[Performed](), set[str]()
-        for key, _ in wanted:
-            done = claims[key].done
-            if key in met and done.error is None:
-                done = done._replace(counts_as="already done")
-            met.add(key)
-            answers.append(done)
-        return answers
+        return "already done"
 
     # -- the ledger ------------------------------------------------------------------------
 
@@ -10465,7 +10447,7 @@ class Operations:
             absent = self._look_up(absent, how)
         why = f"lookup did not find it, {self.options.settle_s:g} s after its call was cut off"
         self.tell([Told(claim.id, FREED, who="lookup", why=why) for claim in absent])
-        if len(absent) + sum(bool(claim.done.counts_as) for claim in claims) < len(claims):
+        if len(absent) + sum(bool(claim.counts_as) for claim in claims) < len(claims):
             self.require_none_open()
         return absent
 
@@ -10485,7 +10467,7 @@ class Operations:
         self.tell([Told(c.id, CONFIRMED, text, "lookup") for c, text in texts if text])
         self.driver.pass_gate()
         for claim, text in texts:
-            claim.done = Performed("confirmed", claim.result)
+            claim.counts_as = "confirmed"
             if text is None:
                 raise broken("no receipt", key=claim.key, receipt=repr(claim.result)[:200])
         for claim in ended:
@@ -10591,7 +10573,7 @@ class Effects:
             self._failed(claim, claim.error)
         else:
             text = self._of.receipt_text(claim)
-            claim.done = Performed("called", claim.result)
+            claim.counts_as = "called"
             self._told.append(Told(claim.id, DONE, text))
             if text is None:
                 self._end(broken("no receipt", key=claim.key, receipt=repr(claim.result)[:200]))
@@ -10611,7 +10593,6 @@ class Effects:
             self._crew.halted = True
             self._again(claim, why)
             return
-        claim.done = Performed("", error=error)
         self._told.append(Told(claim.id, FREED, who="worker", why=why))
         if self._how.on_error == "raise":
             self._is_over = self._crew.halted = True
@@ -10619,6 +10600,7 @@ class Effects:
     def _again(self, claim: Claim, why: str) -> None:
         """Free a claim that was surely not done, and let it be claimed anew."""
         self._told.append(Told(claim.id, FREED, who="worker", why=why))
+        claim.error = None
         self._todo.append(claim)
 
     def _end(self, error: BaseException) -> None:
@@ -12359,7 +12341,7 @@ class Worker:
         self.asked, self.gate.shut = end, True
         raise SafeStop
 
-    def operate(self, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How) -> list[Performed]:
+    def operate(self, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How) -> list[Claim]:
         """Do what was never done under these keys; say of each what became of it, in order."""
         return self._operations.perform(self._course.number + 1, wanted, how)
 
