@@ -3175,12 +3175,6 @@ class ImageStore:
             if path.name.startswith(".") or (number.isdecimal() and int(number) > newest):
                 path.unlink(missing_ok=True)
 
-    def remove(self) -> None:
-        """Remove all images of a run that can need them no more."""
-        self.sweep(-1)
-        with contextlib.suppress(OSError):  # never there, or somebody keeps something in it
-            self.folder.rmdir()
-
     def _broken(self, name: str, why: str) -> BrokenImage:
         return BrokenImage(
             f"What batch {name.partition('-')[0]} of run {self.folder.name} has remembered cannot"
@@ -3254,7 +3248,8 @@ class ImageStore:
 # run, or was retried or rolled back by one. The newest go first: a retry before what it retried.
 # First its copy of the checkpoint goes, so that no rollback of it begins, then its commits in
 # slices; then its files, while no transaction is open; last its row, which alone knows of them. An
-# operation means once ever: its row stays, and its run's with it. Events stay that others refer to, without the run; the newest is the clock.
+# operation means once ever: its row stays, and its run's with it. Events stay that others refer to,
+# without the run; the newest is the clock.
 # An *alert* is raised once for what stands: (kind, about) is unique among those not closed. It is
 # closed by the job's next success, which is known by event ids, and is one itself: recovered. What
 # stands is looked at in the transaction that raises and closes. An alert is pending in each way by
@@ -10341,7 +10336,7 @@ class Operations:
         known = self._ledger.operations_with(self._run.job, claims)
         receipts = json.loads(f"[{','.join([row.receipt or 'null' for row in known.values()])}]")
         receipt_of = dict(zip(known, receipts, strict=True))
-        open_claims, todo = list[tuple[Claim, Operation]](), deque[Claim]()
+        unknown, todo = dict[Claim, Operation](), deque[Claim]()
         for key, claim in claims.items():
             row = known.get(key)
             if row is None or row.outcome == FREED:
@@ -10349,13 +10344,14 @@ class Operations:
                 continue
             if row.arguments != claim.digest:
                 raise self._reused(row)
+            claim.id = row.id
             if row.outcome is None:
-                open_claims.append((claim, row))
+                unknown[claim] = row
             else:
                 claim.result = receipt_of[key]
                 claim.counts_as = self._known(row, number)
-        if open_claims:
-            todo.extend(self._find_out(open_claims, number, how))
+        if unknown:
+            todo.extend(self._find_out(unknown, number, how))
         if todo:
             Effects(self, number, how, todo).make_all()
         return [claims[key] for key, _ in wanted]
@@ -10427,27 +10423,20 @@ class Operations:
 
     # -- what is unknown -------------------------------------------------------------------
 
-    def _find_out(
-        self, unknown: list[tuple[Claim, Operation]], number: int, how: How
-    ) -> list[Claim]:
+    def _find_out(self, unknown: dict[Claim, Operation], number: int, how: How) -> list[Claim]:
         """Return which operations of unknown outcome are surely not done; record what is found.
 
         Where nobody can tell, the attempt ends.
         """
-        claims = []
-        for claim, row in unknown:
-            claim.id = row.id
-            claims.append(claim)
-        foreign = [row for _, row in unknown if row.run != self._run.key]
-        if foreign:
+        if foreign := [row for row in unknown.values() if row.run != self._run.key]:
             self._ledger.take_up(self._run, self._generation, number, foreign)
-        absent = self._look_up(claims, how) if how.lookup else []
+        absent = self._look_up(list(unknown), how) if how.lookup else []
         if absent and self.host.monotonic() < self._settled_at:
             self._wait_until(self._settled_at)
             absent = self._look_up(absent, how)
         why = f"lookup did not find it, {self.options.settle_s:g} s after its call was cut off"
         self.tell([Told(claim.id, FREED, who="lookup", why=why) for claim in absent])
-        if len(absent) + sum(bool(claim.counts_as) for claim in claims) < len(claims):
+        if len(absent) + sum(bool(claim.counts_as) for claim in unknown) < len(unknown):
             self.require_none_open()
         return absent
 
