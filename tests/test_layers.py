@@ -21,12 +21,12 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Vocabulary": 600,
     "Host": 815,
     "Configuration": 1_150,
-    "Checkpoints": 490,
+    "Checkpoints": 485,
     "Ledger": 2_700,
     "Locks and maintenance": 450,
     "Health": 900,
     "Jobs": 2_840,
-    "Operations": 635,
+    "Operations": 630,
     "Recovery": 1_025,
     "Worker": 900,
     "Supervisor": 1_995,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 1_705,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 17_886  # must stay under
+LINES_IN_ALL = 17_875  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
