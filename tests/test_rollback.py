@@ -161,7 +161,7 @@ def test_a_row_that_could_not_be_had_back_is_refused() -> None:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (lambda content: content[:-1], "XXX"),
+        (lambda content: content[:-1], "43 bytes follow its header, not 44"),
         (lambda content: content[:-1] + b"\x00", "it has other bytes than were written"),
         (lambda _: b"", "it does not begin with a header of batchrun-image"),
         (lambda content: b"x" + content, "it does not begin with a header of batchrun-image"),
