@@ -2712,7 +2712,7 @@ def changed_settings(before: Mapping[str, str], settings: object, folder: Path) 
 #   {"ledger": "...",                               the body: a JSON object, one value a line,
 #   ...}\n                                          ended by a newline; nothing follows it
 #
-# A checkpoint is valid if and only if the header has these four words, FORMAT is known, the body
+# A checkpoint is valid if and only if its header has these four words, FORMAT is known, the body
 # has exactly LENGTH bytes, its SHA-256 is SHA256, nothing follows, the whole is not larger than
 # CHECKPOINT_MAX_BYTES, and the body is strict JSON that has every field of `Checkpoint` with its
 # type and no other, and a cursor that can be decoded. The same function judges it before it is
@@ -2723,18 +2723,16 @@ def changed_settings(before: Mapping[str, str], settings: object, folder: Path) 
 # the run and the settings.
 #
 # state/images/JOB/RUN/NUMBER-GENERATION-SHA256 is the *image* of a batch, the rows that it has
-# remembered: of commit NUMBER, staged by GENERATION; SHA256 is that of the file's bytes.
-#
-#   batchrun-image FORMAT LENGTH ROWS BYTES\n       LENGTH of what follows; BYTES when unpacked
-#   zlib stream                                     the rows as cursors are encoded, in JSON lists
-#                                                   of 100, one a line; the last may have less
+# remembered: of commit NUMBER, staged by GENERATION. It has a header of the same form, with
+# `batchrun-image` and the SHA256 of its name. Its body is a zlib stream of the rows, encoded as
+# cursors are, in JSON lists of 100, one a line; the last may have less.
 #
 # An image is written once, durable with its folder before its batch is committed anywhere, and
 # counts if and only if a commit names it. One above the newest commit is left of an older try, and
 # is removed when that batch begins again.
 
-CHECKPOINT_MAGIC = "batchrun-checkpoint"
-CHECKPOINT_FORMAT = 1
+CHECKPOINT, IMAGE = "batchrun-checkpoint", "batchrun-image"
+FORMAT = 1  # of both
 CHECKPOINT_MAX_BYTES = 1_048_576
 CURSOR_MAX_BYTES = 65_536
 PLAIN_INT_MAX = 2**53
@@ -2749,7 +2747,7 @@ class CursorError(JobError):
 
 
 class BrokenCheckpoint(BatchrunError):
-    """A checkpoint file that is not valid; says in which way."""
+    """A file of ours that is not valid; says in which way."""
 
     exit_code = ExitCode.PERSON_NEEDED
 
@@ -2764,6 +2762,29 @@ class NewerFormat(StateDirectoryError):
             unchanged="It was not touched.",
             todo="Install that version again: python -m pip install -U batchrun",
         )
+
+
+def sealed(kind: str, body: bytes) -> tuple[bytes, str]:
+    """Return a file's bytes, a header line before its body, and the body's hash."""
+    digest = sha256(body).hexdigest()
+    return f"{kind} {FORMAT} {digest} {len(body)}\n".encode() + body, digest
+
+
+def read_header(kind: str, line: bytes) -> tuple[str, str]:
+    """Return the hash and the length of a body, as the header line before it has them.
+
+    Raises:
+        BrokenCheckpoint: it is no such header; says why.
+        NewerFormat: a newer batchrun wrote it.
+    """
+    words = line.decode("ascii", "replace").removesuffix("\n").split(" ")
+    if line[-1:] != b"\n" or len(words) != 4 or words[0] != kind or not words[1].isdecimal():
+        raise BrokenCheckpoint(f"it does not begin with a header of {kind}")
+    if int(words[1]) > FORMAT:
+        raise NewerFormat(f"A file of {kind} has format", words[1], FORMAT)
+    if words[1] != str(FORMAT):
+        raise BrokenCheckpoint(f"there never was a format {words[1]}")
+    return words[2], words[3]
 
 
 def encode_cursor(value: object) -> str:
@@ -2931,8 +2952,7 @@ def first_hash(ledger: str, run: str, settings: str) -> str:
 def checkpoint_bytes(checkpoint: Checkpoint) -> tuple[bytes, str]:
     """Return a checkpoint as its file's bytes, and its hash; CursorError if not read back so."""
     body = f"{_a_value_a_line(checkpoint._asdict())}\n".encode()
-    digest = sha256(body).hexdigest()
-    content = f"{CHECKPOINT_MAGIC} {CHECKPOINT_FORMAT} {digest} {len(body)}\n".encode() + body
+    content, digest = sealed(CHECKPOINT, body)
     try:
         why = "" if parse_checkpoint(content)[0] == checkpoint else "it is not the same"
     except BrokenCheckpoint as error:
@@ -2953,18 +2973,11 @@ def parse_checkpoint(content: bytes) -> tuple[Checkpoint, str]:
         NewerFormat: a newer batchrun wrote it.
     """
     header, newline, body = content.partition(b"\n")
-    words = header.decode("ascii", "replace").split(" ")
-    if not newline or len(words) != 4 or words[0] != CHECKPOINT_MAGIC or not words[1].isdecimal():
-        raise BrokenCheckpoint("it does not begin with a checkpoint's header")
-    if int(words[1]) > CHECKPOINT_FORMAT:
-        raise NewerFormat("A checkpoint has format", words[1], CHECKPOINT_FORMAT)
-    if words[1] != str(CHECKPOINT_FORMAT):
-        raise BrokenCheckpoint(f"there never was a format {words[1]}")
+    digest, length = read_header(CHECKPOINT, header + newline)
     if len(content) > CHECKPOINT_MAX_BYTES:
         raise BrokenCheckpoint(f"it is larger than {CHECKPOINT_MAX_BYTES:,} bytes")
-    digest = sha256(body).hexdigest()
-    if words[3] != str(len(body)) or words[2] != digest:
-        raise BrokenCheckpoint(f"torn or changed: {len(body)} bytes, {words[3]} were written")
+    if length != str(len(body)) or digest != sha256(body).hexdigest():
+        raise BrokenCheckpoint(f"torn or changed: {len(body)} bytes, {length} were written")
     return _checkpoint_of(body), digest
 
 
@@ -3070,8 +3083,6 @@ class CheckpointStore:
                 path.unlink(missing_ok=True)
 
 
-IMAGE_MAGIC = "batchrun-image"
-IMAGE_FORMAT = 1
 ROWS_A_LINE = 100
 EXACT = {str, int, float, bool, type(None)}  # come back from JSON as they were; NaN is refused
 
@@ -3112,12 +3123,10 @@ class ImageInMaking:
         if self._size > self._limit:
             raise self._too_much
 
-    def content(self) -> bytes:
-        """Return the image as its file's bytes; nothing can be added any more."""
+    def content(self) -> tuple[bytes, str]:
+        """Return the image as its file's bytes, and its hash; nothing can be added any more."""
         self._pack()
-        packed = b"".join([*self._packed, self._packer.flush()])
-        header = f"{IMAGE_MAGIC} {IMAGE_FORMAT} {len(packed)} {self.rows} {self._size}\n"
-        return header.encode() + packed
+        return sealed(IMAGE, b"".join([*self._packed, self._packer.flush()]))
 
 
 class ImageStore:
@@ -3126,42 +3135,38 @@ class ImageStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def write(self, number: int, generation: int, content: bytes) -> str:
+    def write(self, number: int, generation: int, content: bytes, digest: str) -> str:
         """Write an image, durable with its folder, and return its name."""
         for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
             make_private_folder(folder)
-        name = f"{number}-{generation}-{sha256(content).hexdigest()}"
+        name = f"{number}-{generation}-{digest}"
         reach("image.write", number)
         write_atomically(self.folder / name, content)
         reach("image.written", number)
         return name
 
-    def look(self, name: str) -> int:
-        """Return how many bytes an image unpacks to, if its header and its length are right."""
+    def look(self, name: str) -> None:
+        """Refuse an image that is not there, or has another header or length than it should."""
         try:
             with os.fdopen(os.open(self.folder / name, READ_PLAIN), "rb") as file:
                 header, size = file.readline(200), os.fstat(file.fileno()).st_size
+            _, length = read_header(IMAGE, header)
         except OSError as error:
             raise self._broken(name, error.strerror or "") from error
-        magic, *numbers = header.decode("ascii", "replace").split() or [""]
-        if magic != IMAGE_MAGIC or len(numbers) != 4 or not all(map(str.isdecimal, numbers)):
-            raise self._broken(name, "it does not begin with an image's header")
-        image_format, length, _, unpacked = map(int, numbers)
-        if image_format > IMAGE_FORMAT:
-            raise NewerFormat(f"{self.folder / name} has format", image_format, IMAGE_FORMAT)
-        if size != len(header) + length:
-            raise self._broken(name, f"it has {size} bytes, not {len(header) + length}")
-        return unpacked
+        except BrokenCheckpoint as error:
+            raise self._broken(name, error.what) from error
+        if str(size - len(header)) != length:
+            raise self._broken(name, f"{size - len(header)} bytes follow its header, not {length}")
 
     def lines(self, name: str) -> list[bytes]:
         """Return the lines of an image, of ROWS_A_LINE rows each; the whole of it is checked."""
         import zlib
 
         self.look(name)
-        content = (self.folder / name).read_bytes()
-        if sha256(content).hexdigest() != name.rpartition("-")[2]:
+        body = (self.folder / name).read_bytes().partition(b"\n")[2]
+        if sha256(body).hexdigest() != name.rpartition("-")[2]:
             raise self._broken(name, "it has other bytes than were written")
-        return zlib.decompress(content.partition(b"\n")[2]).split(b"\n")[:-1]
+        return zlib.decompress(body).split(b"\n")[:-1]
 
     def sweep(self, newest: int) -> None:
         """Remove what older tries have left above the newest commit; only under the job's lock."""
@@ -3169,12 +3174,6 @@ class ImageStore:
             number = path.name.partition("-")[0]
             if path.name.startswith(".") or (number.isdecimal() and int(number) > newest):
                 path.unlink(missing_ok=True)
-
-    def remove(self) -> None:
-        """Remove all images of a run that can need them no more."""
-        self.sweep(-1)
-        with contextlib.suppress(OSError):  # never there, or somebody keeps something in it
-            self.folder.rmdir()
 
     def _broken(self, name: str, why: str) -> BrokenImage:
         return BrokenImage(
@@ -3247,8 +3246,10 @@ class ImageStore:
 # nothing needs it any more. Needed are a job's newest run and newest success, what has an open
 # reject, a pending cleanup or an open operation, and whatever is a retry or rollback of a needed
 # run, or was retried or rolled back by one. The newest go first: a retry before what it retried.
-# Files go before the row, which alone knows of them. An operation means once ever: its row stays,
-# and its run's with it. Events stay that others refer to, without the run; the newest is the clock.
+# First its copy of the checkpoint goes, so that no rollback of it begins, then its commits in
+# slices; then its files, while no transaction is open; last its row, which alone knows of them. An
+# operation means once ever: its row stays, and its run's with it. Events stay that others refer to,
+# without the run; the newest is the clock.
 # An *alert* is raised once for what stands: (kind, about) is unique among those not closed. It is
 # closed by the job's next success, which is known by event ids, and is one itself: recovered. What
 # stands is looked at in the transaction that raises and closes. An alert is pending in each way by
@@ -3542,7 +3543,8 @@ REJECTS = """SELECT * FROM (
   WHERE j.confirmed AND j.run IN (SELECT key FROM run WHERE id = ?1 OR retry_of = ?1))"""
 # What is remembered and not undone: key of the run r, number and image of its batch b.
 REMEMBERED = """SELECT r.key, b.number, b.images FROM batch b JOIN run r ON r.key = b.run
-  WHERE b.images IS NOT NULL AND b.number <= coalesce((SELECT min(u.rollback_to) FROM run u
+  WHERE b.images IS NOT NULL AND r.checkpoint IS NOT NULL
+  AND b.number <= coalesce((SELECT min(u.rollback_to) FROM run u
     WHERE u.rollback_of = r.id AND u.state = 'succeeded'), b.number)"""
 # The runs not finished before event ?1 and begun by event ?2, and whether ?1 accounts for each.
 FOUND = """SELECT key, first < ?1 OR stored IS NOT NULL FROM (SELECT key,
@@ -3999,7 +4001,7 @@ class Ledger:
         unknown = len(self.open_operations(run))
         later = f"{REMEMBERED} AND r.job = ? AND r.key > ? ORDER BY r.key DESC LIMIT 1"
         newest = self._rows(later, run.job, run.key)
-        remembers = any(row.images for row in self.batches_of(rollback))
+        remembers = run.checkpoint and any(row.images for row in self.batches_of(rollback))
         applies: dict[str, object] = {
             "is one": run.rollback_of,
             "unfinished": not run.finished,
@@ -5045,11 +5047,12 @@ class Ledger:
         with self._owning(run, generation):
             self._sql("UPDATE run SET generation = generation WHERE key = ?", (run.key,))
 
-    def take_up(self, run: Run, generation: int, rows: Iterable[Operation]) -> None:
-        """Let a run answer for open operations that it met and an older run had claimed."""
-        sql = "UPDATE operation SET run = ?, generation = ? WHERE id = ? AND outcome IS NULL"
+    def take_up(self, run: Run, generation: int, number: int, rows: Iterable[Operation]) -> None:
+        """Let a run's next commit answer for open operations that an older run had claimed."""
+        sql = "UPDATE operation SET run = ?, generation = ?, number = ? WHERE id = ?"
+        mine = [(run.key, generation, number, row.id) for row in rows]
         with self._owning(run, generation):
-            self._connection.executemany(sql, [(run.key, generation, row.id) for row in rows])
+            self._connection.executemany(f"{sql} AND outcome IS NULL", mine)
 
     def answer(self, operation: Operation, told: Told, by: str) -> None:
         """Record what a person, or a lookup outside a run, says of an open operation; `by` types.
@@ -5277,37 +5280,38 @@ class Ledger:
                 old.pop(name, None)
         return list(old.values())
 
-    def prune(self, run: Run, before: str, remove_files: Callable[[], object]) -> tuple[bool, int]:
-        """Remove a run, or a slice of its commits; return whether it is gone, and how many rows.
+    def prune(self, run: Run, before: str) -> tuple[bool, int]:
+        """Remove a slice of a run's commits; return whether its files are next, and how many rows.
 
-        It is asked again whether nothing needs it. A run that has made operations keeps its row.
+        It is asked again whether anything needs the run; if so, nothing of it goes.
         """
         with self._writing():
             if run.key not in self.prunable(before):
-                return True, 0
-            remove_files()
+                return False, 0
             rows, key = self._connection.total_changes(), (run.key,)
+            self._sql("UPDATE run SET checkpoint = NULL WHERE key = ?", key)
             first = "(SELECT min(number) FROM batch WHERE run = ?1)"
             self._sql(
                 f"DELETE FROM batch WHERE run = ?1 AND number < {first} + {COMMITS_AT_ONCE}", key
             )
-            is_gone = not self._sql("SELECT 1 FROM batch WHERE run = ?", key).fetchone()
-            if is_gone:
-                self._prune_rest_of(run)
+            is_last = not self._sql("SELECT 1 FROM batch WHERE run = ?", key).fetchone()
             reach("prune.commit")
-            return is_gone, self._connection.total_changes() - rows
+            return is_last, self._connection.total_changes() - rows
 
-    def _prune_rest_of(self, run: Run) -> None:
-        """Remove what a run has beside its commits, and its row if nothing refers to it."""
-        key = (run.key,)
-        self._sql("UPDATE reject SET retry = NULL WHERE retry = ?", key)
-        self._sql(f"UPDATE event SET run = NULL WHERE run = ?1 AND id IN ({REFERRED})", key)
-        for table in ROWS_OF_A_RUN:
-            self._sql(f"DELETE FROM {table} WHERE run = ?", key)
-        self._sql("DELETE FROM event WHERE run = ?", key)
-        self._sql("UPDATE run SET checkpoint = NULL WHERE key = ?", key)
-        made = "SELECT 1 FROM operation WHERE run = ?1"
-        self._sql(f"DELETE FROM run WHERE key = ?1 AND NOT EXISTS ({made})", key)
+    def forget(self, run: Run) -> int:
+        """Remove what a run has beside commits and files, and its row; return how many rows.
+
+        The row stays if the run has made operations.
+        """
+        key, rows = (run.key,), self._connection.total_changes()
+        with self._writing():
+            self._sql("UPDATE reject SET retry = NULL WHERE retry = ?", key)
+            self._sql(f"UPDATE event SET run = NULL WHERE run = ?1 AND id IN ({REFERRED})", key)
+            for table in (*ROWS_OF_A_RUN, "event"):
+                self._sql(f"DELETE FROM {table} WHERE run = ?", key)
+            made = "SELECT 1 FROM operation WHERE run = ?1"
+            self._sql(f"DELETE FROM run WHERE key = ?1 AND NOT EXISTS ({made})", key)
+            return self._connection.total_changes() - rows
 
     def prune_the_rest(self, before: str) -> int:
         """Remove old readings, closed barriers and events of no run; return how many rows."""
@@ -5512,9 +5516,14 @@ See: batchrun report {run}""",
 There is nothing above batch {to} that is not undone.
 See: batchrun report {run}""",
     "nothing": """Run {run} of {job} has nothing to undo above batch {to}.
-None of those batches has remembered a row.
+None of those batches has remembered a row, or what they had is being pruned.
 See: batchrun report {run}""",
 }
+
+
+def filled(letter: str, facts: Mapping[str, object]) -> list[str]:
+    """Return what, why and what to do of a letter in a table; a fact may have lines of its own."""
+    return [part.format(**facts) for part in letter.split("\n", 2)]
 
 
 def cannot_roll_back(
@@ -5524,8 +5533,8 @@ def cannot_roll_back(
     run, to, top, _ = rollback
     facts = {"run": run.id, "job": run.job, "state": run.state, "number": run.number}
     facts |= {"to": to, "top": top, "of": run.rollback_of, "unknown": unknown}
-    letter = REFUSED_ROLLBACKS[clause].format(**facts, other=other.id, other_state=other.state)
-    what, why, todo = letter.split("\n", 2)
+    facts |= {"other": other.id, "other_state": other.state}
+    what, why, todo = filled(REFUSED_ROLLBACKS[clause], facts)
     kind = ConfigurationError if clause == "no such batch" else PersonNeeded
     return kind(what, why=why, unchanged="Nothing was undone.", todo=todo)
 
@@ -7592,7 +7601,7 @@ Leave out the break or return, or call ctx.finish("why") before it.""",
 
 def broken(clause: str, **facts: object) -> JobError:
     """Return the letter for a job that broke a clause of its contract."""
-    what, why, todo = CONTRACT[clause].format(**facts).split("\n", 2)
+    what, why, todo = filled(CONTRACT[clause], facts)
     return JobError(what, why=why, unchanged="Nothing more was committed.", todo=todo)
 
 
@@ -8504,7 +8513,7 @@ class Driver(Protocol):
     def await_answer(self, end: AttemptEnd) -> NoReturn:
         """End the attempt here, until a person has answered."""
 
-    def operate(self, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How) -> list[Performed]:
+    def operate(self, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How) -> list[Claim]:
         """Do what was never done under these keys; say of each what became of it, in order."""
 
 
@@ -8519,12 +8528,23 @@ class How(NamedTuple):
     on_error: str = "raise"
 
 
-class Performed(NamedTuple):
-    """What became of an operation."""
+class Claim:
+    """An operation that is to be done: what is called with what, and what became of it.
 
-    counts_as: str  # called, confirmed, already done; nothing if it was not done
-    receipt: Any = None
-    error: BaseException | None = None  # why it was surely not done
+    Attributes:
+        began, since: when the call began, and when its destination first asked to wait; or 0.
+        result: the receipt, or what a lookup says.
+        error: why it was not done, or is unknown.
+        is_late: whether its call was not awaited, and may be at work still.
+        counts_as: called, confirmed, already done; nothing if it was not done.
+    """
+
+    def __init__(self, key: str, arguments: tuple[Any, ...], digest: bytes) -> None:
+        self.key, self.arguments, self.digest = key, arguments, digest
+        self.id, self.began, self.since = 0, 0.0, 0.0
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.is_late, self.counts_as = False, ""
 
 
 class Context(Generic[S]):
@@ -8699,7 +8719,7 @@ class Context(Generic[S]):
         (done,) = self._operated([(key, arguments)], how)
         if done.error is not None:
             raise done.error
-        return done.receipt
+        return done.result
 
     def once_each(
         self,
@@ -8747,14 +8767,12 @@ class Context(Generic[S]):
             if each.error is not None:
                 self._current.reject(record, each.error)
         pairs = zip(records, done, strict=True)
-        return [(record, each.receipt) for record, each in pairs if each.error is None]
+        return [(record, each.result) for record, each in pairs if each.error is None]
 
-    def _operated(self, wanted: list[tuple[str, tuple[Any, ...]]], how: How) -> list[Performed]:
+    def _operated(self, wanted: list[tuple[str, tuple[Any, ...]]], how: How) -> list[Claim]:
         """Have operations done by the worker, and count them with the open batch."""
         with self._own_code():
-            if (
-                self._current is not None
-            ):  # else a batch that its target has would be forgotten here
+            if self._current is not None:  # a batch that its target has would be forgotten here
                 self._current._require_open("once()")
             self._driver.pass_gate()
             self._calling = True
@@ -8763,10 +8781,11 @@ class Context(Generic[S]):
             finally:
                 self._calling = False
         if self._current is not None:
-            counts = self._current._link.counts
-            for each in done:
-                if each.counts_as:
-                    counts[each.counts_as] = counts.get(each.counts_as, 0) + 1
+            counts, met = self._current._link.counts, set[str]()
+            for each in (each for each in done if each.counts_as):
+                name = "already done" if each.key in met else each.counts_as
+                counts[name] = counts.get(name, 0) + 1
+                met.add(each.key)
         return done
 
     def approval(self, name: str, summary: str) -> Approval:
@@ -10094,20 +10113,6 @@ PER_S = {"s": 1, "m": 60, "h": 3600}
 MET_AGAIN = "operations were recorded before and are not called again; the first is"
 
 
-class Claim:
-    """An operation that is to be done: what is called with what, and what came of it."""
-
-    __slots__ = ("arguments", "began", "digest", "done", "error", "id", "key", "result", "since")
-
-    def __init__(self, key: str, arguments: tuple[Any, ...], digest: bytes) -> None:
-        self.key, self.arguments, self.digest = key, arguments, digest
-        self.id = 0
-        self.began = self.since = 0.0  # the call; and the first wait that was asked for
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.done = Performed("")
-
-
 def digest_of(key: str, arguments: tuple[Any, ...]) -> bytes:
     """Return the digest of a call's arguments; equal ones have equal digests in every process."""
     try:
@@ -10167,9 +10172,16 @@ class Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let the threads end."""
+        """Let the threads end; after an error they begin no call that still waits for one."""
+        self.halted = True
         for _thread in range(self._threads):
             self._bells[0].put(None)
+
+    def add(self, claims: Iterable[Claim]) -> None:
+        """Have calls made, in order; what an earlier crew has made of the claims is forgotten."""
+        for claim in claims:
+            claim.began, claim.result, claim.error = 0.0, None, None
+            self.ready.append(claim)
 
     def _labour(self) -> None:
         given, back, (work, ended) = self._given, self._back, self._bells
@@ -10255,6 +10267,7 @@ class Crew:
         return late
 
     def _late(self, claim: Claim) -> TimeoutError:
+        claim.is_late = True
         return TimeoutError(f"operation {claim.key!r} did not end within {self._limit_s:g} s")
 
 
@@ -10317,13 +10330,13 @@ class Operations:
 
     def perform(
         self, number: int, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How
-    ) -> list[Performed]:
+    ) -> list[Claim]:
         """Do what was never done under these keys; say of each what became of it, in order."""
         claims = self._claims_for(wanted)
         known = self._ledger.operations_with(self._run.job, claims)
         receipts = json.loads(f"[{','.join([row.receipt or 'null' for row in known.values()])}]")
         receipt_of = dict(zip(known, receipts, strict=True))
-        open_claims, todo = list[tuple[Claim, Operation]](), deque[Claim]()
+        unknown, todo = dict[Claim, Operation](), deque[Claim]()
         for key, claim in claims.items():
             row = known.get(key)
             if row is None or row.outcome == FREED:
@@ -10331,15 +10344,17 @@ class Operations:
                 continue
             if row.arguments != claim.digest:
                 raise self._reused(row)
+            claim.id = row.id
             if row.outcome is None:
-                open_claims.append((claim, row))
+                unknown[claim] = row
             else:
-                claim.done = self._known(row, number, receipt_of[key])
-        if open_claims:
-            todo.extend(self._find_out(open_claims, how))
+                claim.result = receipt_of[key]
+                claim.counts_as = self._known(row, number)
+        if unknown:
+            todo.extend(self._find_out(unknown, number, how))
         if todo:
             Effects(self, number, how, todo).make_all()
-        return self._answers(wanted, claims)
+        return [claims[key] for key, _ in wanted]
 
     def sync(self) -> int:
         """Make durable what was told, before a commit is built on it; return the newest id."""
@@ -10382,30 +10397,17 @@ class Operations:
             " such as a revision.",
         )
 
-    def _known(self, row: Operation, number: int, receipt: Any) -> Performed:
+    def _known(self, row: Operation, number: int) -> str:
         """Return what a recorded operation counts as, and name the first that is met again."""
         if (row.run, row.number) == (self._run.key, number):
-            return Performed("called" if row.outcome == DONE else "confirmed", receipt)
+            return "called" if row.outcome == DONE else "confirmed"
         if not self._said:
             self._said = True
             told = self._ledger.events(self._run, what=SAID)
             if not any(event.why.startswith(MET_AGAIN) for event in told):
                 by = self._ledger.run(row.run).id
                 self.driver.say(f"{MET_AGAIN} {row.key!r}, of run {by}, {row.claimed_at}")
-        return Performed("already done", receipt)
-
-    def _answers(
-        self, wanted: Sequence[tuple[str, tuple[Any, ...]]], claims: Mapping[str, Claim]
-    ) -> list[Performed]:
-        """Return what became of each record; of two with one key the second was done already."""
-        answers, met = list[Performed](), set[str]()
-        for key, _ in wanted:
-            done = claims[key].done
-            if key in met and done.error is None:
-                done = done._replace(counts_as="already done")
-            met.add(key)
-            answers.append(done)
-        return answers
+        return "already done"
 
     # -- the ledger ------------------------------------------------------------------------
 
@@ -10421,25 +10423,20 @@ class Operations:
 
     # -- what is unknown -------------------------------------------------------------------
 
-    def _find_out(self, unknown: list[tuple[Claim, Operation]], how: How) -> list[Claim]:
+    def _find_out(self, unknown: dict[Claim, Operation], number: int, how: How) -> list[Claim]:
         """Return which operations of unknown outcome are surely not done; record what is found.
 
         Where nobody can tell, the attempt ends.
         """
-        claims = []
-        for claim, row in unknown:
-            claim.id = row.id
-            claims.append(claim)
-        foreign = [row for _, row in unknown if row.run != self._run.key]
-        if foreign:
-            self._ledger.take_up(self._run, self._generation, foreign)
-        absent = self._look_up(claims, how) if how.lookup else []
+        if foreign := [row for row in unknown.values() if row.run != self._run.key]:
+            self._ledger.take_up(self._run, self._generation, number, foreign)
+        absent = self._look_up(list(unknown), how) if how.lookup else []
         if absent and self.host.monotonic() < self._settled_at:
             self._wait_until(self._settled_at)
             absent = self._look_up(absent, how)
         why = f"lookup did not find it, {self.options.settle_s:g} s after its call was cut off"
         self.tell([Told(claim.id, FREED, who="lookup", why=why) for claim in absent])
-        if len(absent) + sum(bool(claim.done.counts_as) for claim in claims) < len(claims):
+        if len(absent) + sum(bool(claim.counts_as) for claim in unknown) < len(unknown):
             self.require_none_open()
         return absent
 
@@ -10448,23 +10445,25 @@ class Operations:
         lookup = cast("Callable[[str], Any]", how.lookup)
         ended = list[Claim]()
         with Crew(self, how, lambda claim: lookup(claim.key), "operation.looked_up") as crew:
-            crew.ready.extend(claims)
+            crew.add(claims)
             while crew.ready or crew.out:
                 for claim in crew.turn():
                     ended.append(claim)
                     crew.halted |= not isinstance(claim.error, CannotTell | None)
-        found = [c for c in ended if c.began and c.error is None and c.result is not None]
+        unasked = [claim for claim in ended if not claim.began]  # for a stop, maybe withdrawn since
+        found = [c for c in ended if c.error is None and c.result is not None]
         texts = [(claim, self.receipt_text(claim)) for claim in found]
         self.tell([Told(c.id, CONFIRMED, text, "lookup") for c, text in texts if text])
         self.driver.pass_gate()
         for claim, text in texts:
-            claim.done = Performed("confirmed", claim.result)
+            claim.counts_as = "confirmed"
             if text is None:
                 raise broken("no receipt", key=claim.key, receipt=repr(claim.result)[:200])
         for claim in ended:
             if claim.error is not None and not isinstance(claim.error, CannotTell):
                 raise claim.error
-        return [claim for claim in ended if claim.error is None and claim.result is None]
+        absent = [c for c in ended if c.began and c.error is None and c.result is None]
+        return absent + (self._look_up(unasked, how) if unasked else [])
 
     def receipt_text(self, claim: Claim) -> str | None:
         """Return a receipt as JSON; None if it is not the same there."""
@@ -10477,6 +10476,7 @@ class Operations:
     def _wait_until(self, moment: float) -> None:
         """Wait, as a place to stop."""
         while (left_s := moment - self.host.monotonic()) > 0:
+            self.driver.stop_is_asked()  # looks what the ledger says
             self.driver.pass_gate()
             self.host.sleep(min(left_s, TICK_S))
 
@@ -10537,7 +10537,7 @@ class Effects:
         told, self._told = self._told, []
         self._of.tell(told, claims, **self._of_all)
         self._claimed += len(claims)
-        self._crew.ready.extend(claims)
+        self._crew.add(claims)
 
     def _pause(self) -> None:
         """With no call in flight, end the calls, or wait as the destination asked to."""
@@ -10562,7 +10562,7 @@ class Effects:
             self._failed(claim, claim.error)
         else:
             text = self._of.receipt_text(claim)
-            claim.done = Performed("called", claim.result)
+            claim.counts_as = "called"
             self._told.append(Told(claim.id, DONE, text))
             if text is None:
                 self._end(broken("no receipt", key=claim.key, receipt=repr(claim.result)[:200]))
@@ -10570,7 +10570,7 @@ class Effects:
     def _failed(self, claim: Claim, error: BaseException) -> None:
         """Judge the error of a call: unknown, to be called again later, or surely not done."""
         of, why = self._of, shortened(error_text(error))
-        if not of.is_not_done(error):
+        if claim.is_late or not of.is_not_done(error):
             self._told.append(Told(claim.id, None, why=why))
             self._end(error)
             return
@@ -10582,7 +10582,6 @@ class Effects:
             self._crew.halted = True
             self._again(claim, why)
             return
-        claim.done = Performed("", error=error)
         self._told.append(Told(claim.id, FREED, who="worker", why=why))
         if self._how.on_error == "raise":
             self._is_over = self._crew.halted = True
@@ -10590,7 +10589,7 @@ class Effects:
     def _again(self, claim: Claim, why: str) -> None:
         """Free a claim that was surely not done, and let it be claimed anew."""
         self._told.append(Told(claim.id, FREED, who="worker", why=why))
-        claim.began, claim.error = 0.0, None
+        claim.error = None
         self._todo.append(claim)
 
     def _end(self, error: BaseException) -> None:
@@ -10635,7 +10634,13 @@ def lookup_main() -> None:
     path, job, questions = json.load(sys.stdin)
     config = load_config(Path(path))
     os.chdir(config.folder)
-    load_job(config.job(job))
+    try:
+        load_job(config.job(job))
+    except BatchrunError as error:
+        why = " ".join([error.what, *error.why.splitlines()[-1:]])
+        for key, _ in questions:
+            write_line(answers, json.dumps([key, None, None, why]))
+        return
     alarm = Alarm(config.job(job).call_timeout_s)
     for key, recorded in questions:
         outcome, receipt, why = None, None, ""
@@ -11025,8 +11030,7 @@ def look_at_rollback(
     store, size = state.images(run), 0
     for batch in ledger.batches_of(rollback):
         if batch.images:
-            store.lines(batch.images)
-            size += store.look(batch.images)
+            size += sum(map(len, store.lines(batch.images)))
     return size
 
 
@@ -11288,29 +11292,37 @@ class Pruned(NamedTuple):
         return f"{count} run{'s' * (count != 1)} that ended before {self.before}"
 
 
-def to_prune(ledger: Ledger, keep_s: float, host: Host, most: int = 0) -> Pruned:
-    """Return what is older than is kept; behind an open barrier all stays that it found."""
+def prune(
+    state: StateDirectory,
+    ledger: Ledger,
+    keep_s: float,
+    host: Host,
+    who: str,
+    *,
+    most: int | None = None,
+    dry_run: bool = False,
+) -> Pruned:
+    """Let go of what is older than is kept, a run at a time; of at most so many runs, if said.
+
+    Behind an open barrier all stays that it found.
+    """
     barrier = ledger.barrier()
     before = min(host.later(-keep_s), barrier.at if barrier else "~")
     keys = ledger.prunable(before) if keep_s else []
-    return Pruned(before, [ledger.run(key) for key in keys[: most or None]])
-
-
-def prune(
-    state: StateDirectory, ledger: Ledger, keep_s: float, host: Host, who: str, most: int = 0
-) -> Pruned:
-    """Let go of what is older than is kept, a run at a time; of at most so many runs, if said."""
-    pruned = to_prune(ledger, keep_s, host, most)
-    if not keep_s:
+    pruned = Pruned(before, [ledger.run(key) for key in keys[:most]])
+    if dry_run or not keep_s:
         return pruned
     rows = size = 0
     for run in pruned.runs:
-        is_gone = False
-        while not is_gone:
+        is_last, more = False, 1
+        while more and not is_last:
+            is_last, more = ledger.prune(run, pruned.before)
+            rows += more
+        if is_last:
             files = state.files_of(run)
             size += sum(map(size_of, files))
-            is_gone, more = ledger.prune(run, pruned.before, functools.partial(remove_files, files))
-            rows += more
+            remove_files(files)
+            rows += ledger.forget(run)
     rows += ledger.prune_the_rest(pruned.before)
     if pruned.runs:
         ledger.note(who, "pruned", str(pruned))
@@ -11326,7 +11338,7 @@ def prune_beside(
         OutcomeUnknown: the ledger's COMMIT failed; this process is not to go on writing.
     """
     try:
-        prune(state, ledger, config.keep_s, host, who, PRUNE_AT_ONCE)
+        prune(state, ledger, config.keep_s, host, who, most=PRUNE_AT_ONCE)
     except OutcomeUnknown:
         raise
     except (BatchrunError, OSError):
@@ -11434,8 +11446,7 @@ def look_at_job(config: Config, job: JobConfig, host: Host) -> Iterator[Look]:
     """Look whether a job can be imported, and how long its installed unit lets a stop take."""
     todo = ""
     try:
-        os.chdir(config.folder)
-        found = load_job(job)
+        found = installed_job(config, job)
         found.settings_from(job, {}, config.folder)
         said = f"version {found.version} can be loaded, and its settings fit"
     except BatchrunError as error:
@@ -12283,7 +12294,7 @@ class Worker:
         if link.image is not None and link.image.rows:
             with self._image_letters():
                 content = link.image.content()
-                link.images = self._images.write(number, self._order.generation, content)
+                link.images = self._images.write(number, self._order.generation, *content)
             link.image = None
         if not link.rejects:
             return
@@ -12319,7 +12330,7 @@ class Worker:
         self.asked, self.gate.shut = end, True
         raise SafeStop
 
-    def operate(self, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How) -> list[Performed]:
+    def operate(self, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How) -> list[Claim]:
         """Do what was never done under these keys; say of each what became of it, in order."""
         return self._operations.perform(self._course.number + 1, wanted, how)
 
@@ -14150,7 +14161,7 @@ class Reconciler:
         self._state = StateDirectory(config, host)
 
     def unknown(self, run: Run | None) -> list[Answered]:
-        """Return the operations of unknown outcome, of a run or of all that nobody owns."""
+        """Return the operations of unknown outcome, of a run or of all."""
         runs = [run] if run else [found for found, _ in self._ledger.runs_with_open_operations()]
         return [
             Answered(operation, each, None, operation.why or "")
@@ -14158,8 +14169,35 @@ class Reconciler:
             for operation in self._ledger.open_operations(each)
         ]
 
+    def settled(
+        self, rows: list[Answered], who: str, *, lookup: bool, applies: bool
+    ) -> list[Answered]:
+        """Add what lookups say where no person has answered; if it applies, record all of it.
+
+        Raises:
+            Busy: a job of which a person has answered is running; nothing was changed.
+        """
+        known = {row.operation.id: row for row in rows}
+        with contextlib.ExitStack() as held:
+            for job in sorted({row.run.job for row in rows if lookup or row.told}):
+                mine = [row for row in rows if row.run.job == job]
+                try:
+                    if applies:
+                        held.enter_context(self._owning(job, who))
+                    asked = [row for row in mine if lookup and row.told is None]
+                    found = self._looked_up(job, asked, settled=applies) if asked else []
+                except Busy as error:
+                    if any(row.told for row in mine):
+                        raise
+                    found = [row._replace(why=error.what) for row in mine]
+                known |= {row.operation.id: row for row in found}
+            for row in known.values():
+                if applies and row.told:
+                    self._ledger.answer(row.operation, row.told, who)
+        return list(known.values())
+
     @contextlib.contextmanager
-    def owning(self, job: str, who: str) -> Iterator[None]:
+    def _owning(self, job: str, who: str) -> Iterator[None]:
         """Hold a job's lock, so that no claimant is left; Busy if somebody else has it."""
         lock = JobLock(self._state.lock_path(job))
         if not lock.acquire():
@@ -14175,7 +14213,7 @@ class Reconciler:
         finally:
             lock.release()
 
-    def looked_up(self, job: str, rows: list[Answered], *, settled: bool) -> list[Answered]:
+    def _looked_up(self, job: str, rows: list[Answered], *, settled: bool) -> list[Answered]:
         """Return what the destination says of operations; `settled` waits until absent is true."""
         rows, options = self._asked(job, rows), self._config.job(job)
         absent = [row for row in rows if row.told and row.told.outcome == FREED]
@@ -14196,19 +14234,22 @@ class Reconciler:
         order = json.dumps([str(self._config.path), job, asked])
         limit_s = PROBE_START_S + len(asked) * (self._config.job(job).call_timeout_s + 1)
         answers: dict[str, list[Any]] = {}
+        cut = "it did not end in time"
         with contextlib.suppress(subprocess.TimeoutExpired):
             words = own_interpreter("lookup_main")
             ways: dict[str, Any] = {"text": True, "capture_output": True, "timeout": limit_s}
             ended = subprocess.run(words, input=order, check=False, **ways)
-            lines = ended.stdout.splitlines()
-            answers = {key: answer for key, *answer in map(json.loads, lines)}
-        return [self._answered(row, answers.get(row.operation.key)) for row in rows]
+            answers = {key: answer for key, *answer in map(json.loads, ended.stdout.splitlines())}
+            cut = "its process ended during the call"
+        return [
+            self._answered(row, answers.get(row.operation.key, [None, None, cut])) for row in rows
+        ]
 
-    def _answered(self, row: Answered, answer: list[Any] | None) -> Answered:
+    def _answered(self, row: Answered, answer: list[Any]) -> Answered:
         if row.operation.lookup is None:
             why = "its lookup is no plain function, so only the job itself can ask"
             return row._replace(why=f"{row.why}\n{why}".strip())
-        outcome, receipt, why = answer or (None, None, "its process ended during the call")
+        outcome, receipt, why = answer
         if outcome is None:
             return row._replace(told=None, why=f"cannot tell: {mask_secrets(why)}")
         return row._replace(told=Told(row.operation.id, outcome, receipt, "lookup"))
@@ -14221,14 +14262,23 @@ def by_person(
 
     Raises:
         NotFound: a key is none of theirs.
+        ConfigurationError: it is that of two of them.
     """
     outcomes = {**dict.fromkeys(absent, FREED), **dict.fromkeys(confirmed, CONFIRMED)}
-    if unknown := sorted(outcomes.keys() - {row.operation.key for row in rows}):
-        raise NotFound(
-            f"There is no operation of unknown outcome with the key {unknown[0]!r}.",
-            unchanged="Nothing was changed.",
-            todo="See: batchrun reconcile",
-        )
+    for key in sorted(outcomes):
+        of_runs = [row.run.id for row in rows if row.operation.key == key]
+        if not of_runs:
+            raise NotFound(
+                f"There is no operation of unknown outcome with the key {key!r}.",
+                unchanged="Nothing was changed.",
+                todo="See: batchrun reconcile",
+            )
+        if len(of_runs) > 1:
+            raise ConfigurationError(
+                f"The key {key!r} is that of operations of two jobs.",
+                unchanged="Nothing was changed.",
+                todo=f"Name the run, such as: batchrun reconcile {of_runs[0]} ...",
+            )
     return [
         row._replace(told=told._replace(id=row.operation.id, outcome=outcomes[row.operation.key]))
         if row.operation.key in outcomes
@@ -17179,15 +17229,7 @@ def reconcile_command(
         reconciler = Reconciler(app.config, ledger, app.host, app.console.say)
         found = app.find_run(ledger, run) if run else None
         rows = by_person(reconciler.unknown(found), said["confirm"], said["absent"], told)
-        for job in sorted({row.run.job for row in rows}) if lookup or applies else ():
-            with reconciler.owning(job, app.who) if applies else contextlib.nullcontext():
-                mine = [row for row in rows if row.run.job == job]
-                asked = [row for row in mine if lookup and row.told is None]
-                answers = reconciler.looked_up(job, asked, settled=applies) if asked else []
-                known = {row.operation.id: row for row in answers}
-                rows = [known.get(row.operation.id, row) for row in rows]
-                for row in (row for row in rows if applies and row.told and row.run.job == job):
-                    ledger.answer(row.operation, cast("Told", row.told), app.who)
+        rows = reconciler.settled(rows, app.who, lookup=lookup, applies=applies)
     return show_answered(app, rows, applies=applies)
 
 
@@ -17585,10 +17627,7 @@ def prune_command(app: App, *, keep: str | None, dry_run: bool) -> ExitCode:
     except ValueError as error:
         raise ConfigurationError(f"--keep {keep!r}: {error}.") from error
     with app.ledger(write=not dry_run) as ledger:
-        if dry_run:
-            pruned = to_prune(ledger, keep_s, app.host)
-        else:
-            pruned = prune(app.state, ledger, keep_s, app.host, app.who)
+        pruned = prune(app.state, ledger, keep_s, app.host, app.who, dry_run=dry_run)
     runs, names = pruned.runs, ("id", "job", "state", "ended_at")
     text = f"{pruned} {'would go' if dry_run else 'went'}"
     gone = f", with {pruned.rows:,} rows and {size_text(pruned.files_bytes)} of files"

@@ -67,8 +67,8 @@ def take_back(ctx: Context[Settings]) -> Iterator[Batch]:
         )
         with batch.transaction() as rows:
             rows.executemany(
-                "UPDATE listing SET wanted = ?3, revision = ?2 + 1, pushed = ?2 + 1, quantity = ?3"
-                " WHERE sku = ?1",
+                "UPDATE listing SET wanted = ?3, quantity = ?3, revision = max(revision, ?2) + 1,"
+                " pushed = max(revision, ?2) + 1 WHERE sku = ?1",
                 [shown for shown, _ in done],
             )
         yield batch

@@ -115,8 +115,8 @@ def test_a_checkpoint_with_any_bit_flipped_is_refused() -> None:
     [
         (CONTENT + b"\n", "torn or changed"),
         (CONTENT + CONTENT, "torn or changed"),
-        (bytes(400), "it does not begin with a checkpoint's header"),
-        (b"", "it does not begin with a checkpoint's header"),
+        (bytes(400), "it does not begin with a header of batchrun-checkpoint"),
+        (b"", "it does not begin with a header of batchrun-checkpoint"),
         (sealed(CONTENT.partition(b"\n")[2] * 2), "its body is not JSON"),
         (changed(event=float("nan")), "its body is not JSON"),
         (changed(totals={**A.totals, "read": float("inf")}), "its body is not JSON"),
@@ -134,7 +134,10 @@ def test_a_checkpoint_with_any_bit_flipped_is_refused() -> None:
         (changed(cursor="{"), "its cursor cannot be decoded"),
         (changed(cursor='{"$set": []}'), "its cursor cannot be decoded"),
         (sealed(CONTENT.partition(b"\n")[2], format_="0"), "there never was a format 0"),
-        (CONTENT.replace(b" 1 ", b" ", 1), "it does not begin with a checkpoint's header"),
+        (
+            CONTENT.replace(b" 1 ", b" ", 1),
+            "it does not begin with a header of batchrun-checkpoint",
+        ),
         (changed(source=" " * 2**20), "it is larger than 1,048,576 bytes"),
     ],
 )
@@ -148,7 +151,7 @@ def test_a_newer_format_is_refused_with_the_line_to_type() -> None:
     with pytest.raises(NewerFormat) as refusal:
         parse_checkpoint(sealed(b"anything", format_="2"))
     assert str(refusal.value) == (
-        "A checkpoint has format 2; this batchrun knows 1.\n"
+        "A file of batchrun-checkpoint has format 2; this batchrun knows 1.\n"
         "A newer batchrun wrote it.\n"
         "It was not touched.\n"
         "Install that version again: python -m pip install -U batchrun"

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,6 +12,7 @@ from decimal import Decimal
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
@@ -18,19 +20,26 @@ import apsw
 import pytest
 from conftest import Project, wait_for
 from outside import CLIENT, KINDS, Outside, outside
+from test_05_ledger import opened
 from test_crash_table import Nursery, nursery
 
 from batchrun import (
     CONFIRMED,
     FREED,
     Busy,
+    Claim,
+    Crew,
     Host,
+    How,
     IllegalTransition,
     JobError,
     Ledger,
     LostOwnership,
     Operation,
+    Operations,
+    Request,
     Told,
+    broken,
     digest_of,
     interval_of,
     open_ledger,
@@ -322,6 +331,14 @@ def test_a_receipt_that_is_not_json_is_told_after_the_call_was_recorded(
     assert shop.open() == []
 
 
+def test_a_letter_keeps_its_parts_whatever_lines_a_value_has() -> None:
+    letter = broken("no receipt", key="k", receipt="[[1 2]\n [3 4]]")
+    assert (
+        letter.what == "The operation 'k' was done, but its receipt is not JSON: [[1 2]\n [3 4]]."
+    )
+    assert letter.todo == "Return None, text, numbers, lists and dicts with text keys."
+
+
 def test_a_call_may_not_use_the_context(nurse: Nursery, server: Outside, tmp_path: Path) -> None:
     for workers in (1, 3):
         shop = Shop(tmp_path / f"shop{workers}" / "shop", server, "keys", workers=workers)
@@ -495,6 +512,18 @@ def test_absent_is_not_believed_before_settle_has_passed(
     assert server.lookups(shop.space)["push/3"] == 2
 
 
+def test_what_was_looked_up_and_then_not_begun_is_not_recorded_as_done(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "lookup", records=6, rate="4/s")
+    assert run(nurse, shop, "run", "push", point="operation.claimed@3=kill") == 13
+    assert shop.open() == ["push/0", "push/1", "push/2"]
+    server.plan(shop.space, "push/4", "error after")
+    assert run(nurse, shop, "resume") == 13
+    assert run(nurse, shop, "resume") == 0, said(shop)
+    assert shop.effects == {f"push/{n}": 1 for n in range(6)}
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_call_over_its_time_limit_ends_the_attempt_and_stays_unknown(
     nurse: Nursery, server: Outside, tmp_path: Path, workers: int
@@ -502,6 +531,9 @@ def test_a_call_over_its_time_limit_ends_the_attempt_and_stays_unknown(
     shop = Shop(
         tmp_path / "shop", server, "neither", workers=workers, timeout_s=60, call_timeout="500ms"
     )
+    # whatever the job takes a time-out of its own for: this call may be at work still
+    careless = JOB.replace("def not_done(error):", "def not_done(error):\n    return True")
+    shop.write(CLIENT + careless)
     server.plan(shop.space, "push/1", "hang after")
     assert run(nurse, shop, "run", "push") == 13
     words = "The job raised TimeoutError: operation 'push/1' did not end within 0.5 s in batch 1."
@@ -611,6 +643,87 @@ def test_a_stop_begins_no_call_records_those_in_flight_and_leaves_nothing_unknow
     assert project.run("resume", "--set", "rate=none").code in (0, 2, 13)
 
 
+def test_a_pause_ends_the_wait_that_a_destination_asked_for(
+    project: Project, server: Outside
+) -> None:
+    shop = Shop(project.folder, server, "neither", records=6, workers=1, retry_for="2m")
+    server.plan(shop.space, "push/2", "busy", "40")
+    process = project.start("run", "push")
+    wait_for(lambda: len(shop.effects) > 1, "the first calls")
+    wait_for(lambda: "freed" in {row.outcome for row in shop.operations().values()}, "the wait")
+    began = time.monotonic()
+    with closing(shop.ledger()) as ledger:
+        ledger.request(shop.latest(), Request.PAUSE, "ann")
+    ended = project.finish(process)
+    assert (ended.code, time.monotonic() - began < 20) == (75, True), ended.err
+    assert shop.open() == []
+
+
+class Door:
+    """A driver that is asked to stop once, and then that is withdrawn."""
+
+    def __init__(self) -> None:
+        self.stops = 1
+
+    def stop_is_asked(self) -> bool:
+        self.stops -= 1
+        return self.stops == 0
+
+    def pass_gate(self) -> None:
+        """Stay open."""
+
+
+def a_crew(calls: Any, workers: int) -> Crew:  # noqa: ANN401 - what a claim is given to
+    of: Any = SimpleNamespace(
+        host=Host(), driver=Door(), options=SimpleNamespace(call_timeout_s=60.0)
+    )
+    of.driver.stops = 0
+    return Crew(of, How(calls, workers=workers), calls, "operation.called")
+
+
+def test_what_is_not_begun_when_its_crew_is_left_is_never_called() -> None:
+    began, go_on = list[str](), threading.Event()
+
+    def call(claim: Claim) -> None:
+        began.append(claim.key)
+        go_on.wait(20)
+
+    before = threading.active_count()
+    with a_crew(call, 2) as crew:
+        crew.add([Claim(str(n), (), b"") for n in range(9)])
+        crew.turn()
+        wait_for(lambda: len(began) == 2, "both threads at work")
+    go_on.set()
+    wait_for(lambda: threading.active_count() == before, "the end of both")
+    assert began == ["0", "1"]
+
+
+def test_the_time_limit_of_a_lookup_begins_with_it_also_when_it_is_asked_again() -> None:
+    go_on = threading.Event()
+    claims = [Claim(str(n), (), b"") for n in range(9)]
+    for claim in claims:
+        claim.began = Host().monotonic() - 100
+    with a_crew(lambda _: go_on.wait(20), 2) as crew:
+        crew.add(claims)
+        assert crew.turn() == []
+        go_on.set()
+
+
+def test_what_a_withdrawn_stop_kept_from_being_looked_up_is_not_absent(tmp_path: Path) -> None:
+    with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
+        run = opened(ledger)
+        ids = ledger.operate(run, 1, [], [(key, digest_of(key, ())) for key in "abc"], number=1)
+        options: Any = SimpleNamespace(settle_s=0.0, call_timeout_s=60.0)
+        driver: Any = Door()
+        operations = Operations(ledger, run, 1, Host(), options, None, driver)
+        asked = list[str]()
+        claims = [Claim(key, (), b"") for key in "abc"]
+        for claim, row in zip(claims, ids, strict=True):
+            claim.id = row
+        absent = operations._look_up(claims, How(asked.append, lookup=asked.append))
+        assert ([claim.key for claim in absent], asked) == (list("abc"), list("abc"))
+
+
 def test_calls_begin_evenly_at_the_rate(nurse: Nursery, server: Outside, tmp_path: Path) -> None:
     shop = Shop(tmp_path / "shop", server, "keys", records=12, rate="20/s")
     assert run(nurse, shop, "run", "push") == 0
@@ -689,6 +802,20 @@ def test_an_owner_that_lost_ownership_claims_nothing_and_tells_nothing(
             with pytest.raises(LostOwnership):
                 ledger.operate(ended, ended.generation - 1, told, claims, number=1)
         assert ledger.newest_operation() == before == 3
+
+
+def test_an_operation_that_an_older_run_left_open_belongs_to_the_commit_that_met_it(
+    tmp_path: Path,
+) -> None:
+    with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
+        older = opened(ledger)
+        ledger.operate(older, 1, [], [("key", b"")], number=7)
+        ledger.cancel(older, "ann", "enough")
+        run = opened(ledger, run_id="r2")
+        left = ledger.operations_with(older.job, ["key"])["key"]
+        ledger.take_up(run, 1, 3, [left])
+        met = ledger.operations_with(older.job, ["key"])["key"]
+        assert (met.run, met.generation, met.number) == (run.key, 1, 3)
 
 
 def test_a_ledger_that_lost_operations_is_refused_and_says_which(

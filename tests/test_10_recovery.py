@@ -304,10 +304,13 @@ def become_pipe(path: Path) -> None:
 
 BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (Path.unlink, "missing"),
-    "empty": (lambda path: path.write_bytes(b""), "it does not begin with a checkpoint's header"),
+    "empty": (
+        lambda path: path.write_bytes(b""),
+        "it does not begin with a header of batchrun-checkpoint",
+    ),
     "400 NULs": (
         lambda path: path.write_bytes(bytes(400)),
-        "it does not begin with a checkpoint's header",
+        "it does not begin with a header of batchrun-checkpoint",
     ),
     "cut": (cut, "torn or changed"),
     "flipped": (flip, "torn or changed"),
@@ -345,8 +348,8 @@ def test_a_broken_checkpoint_without_a_sound_copy_is_refused(paused: Shop) -> No
     assert shop.refuses() == (
         f"Run {run} of sync cannot go on: the checkpoint is missing or broken, and the ledger has"
         " no valid copy of it.\n"
-        f"Found {path}: it does not begin with a checkpoint's header; in the ledger: commit 2 of"
-        " generation 1. Known to be lost: where it stood.\n"
+        f"Found {path}: it does not begin with a header of batchrun-checkpoint; in the ledger:"
+        " commit 2 of generation 1. Known to be lost: where it stood.\n"
         "Nothing was changed.\n"
         "Put the right files back from a backup, or see: batchrun repair\n"
     )
@@ -567,7 +570,7 @@ def test_a_newer_format_is_refused_untouched(paused: Shop) -> None:
         b"batchrun-checkpoint 1", b"batchrun-checkpoint 2"
     )
     shop.checkpoint.write_bytes(content)
-    assert "A checkpoint has format 2; this batchrun knows 1." in shop.refuses(5)
+    assert "A file of batchrun-checkpoint has format 2; this batchrun knows 1." in shop.refuses(5)
     now = SCHEMA_VERSION
     shop.sql(f"PRAGMA user_version = {now + 1}")
     assert f"has version {now + 1}; this batchrun knows {now}." in shop.refuses(5)

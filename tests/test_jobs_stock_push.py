@@ -154,3 +154,12 @@ def test_an_outage_of_the_marketplace_rejects_nothing(shop: Shop) -> None:
     shop.project.write_file("batchrun.toml", CONFIG.format(url=shop.url))
     shop.push("resume", "--accept-settings")
     assert shop.listings() == STOCK
+
+
+def test_a_revision_that_runs_given_up_have_used_does_not_come_back(shop: Shop) -> None:
+    assert shop.project.run("run", "stock_push").code == 0
+    run = shop.project.run("--json", "status", "stock_push").document["jobs"][0]["run"]
+    shop.sql("UPDATE listing SET revision = 7")  # planned, pushed and cancelled, six times
+    assert shop.project.run("rollback", run).code == 0
+    with contextlib.closing(sqlite3.connect(shop.project.folder / "stock.db")) as stock:
+        assert stock.execute("SELECT DISTINCT revision FROM listing").fetchall() == [(8,)]

@@ -22,19 +22,19 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Host": 815,
     "Configuration": 1_150,
     "Checkpoints": 485,
-    "Ledger": 2_690,
+    "Ledger": 2_700,
     "Locks and maintenance": 450,
     "Health": 900,
-    "Jobs": 2_830,
-    "Operations": 645,
-    "Recovery": 1_020,
+    "Jobs": 2_840,
+    "Operations": 630,
+    "Recovery": 1_025,
     "Worker": 900,
-    "Supervisor": 1_955,
+    "Supervisor": 1_995,
     "Reports": 1_565,
-    "Command line": 1_715,
+    "Command line": 1_705,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 17_836  # must stay under
+LINES_IN_ALL = 17_875  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

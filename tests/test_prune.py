@@ -16,6 +16,7 @@ from batchrun import (
     Config,
     Host,
     Ledger,
+    PersonNeeded,
     Pruned,
     Run,
     StateDirectory,
@@ -47,9 +48,9 @@ class Place(NamedTuple):
             path.write_text("x" * 100)
         return self.ledger.run(run.key)
 
-    def prune(self, keep_s: float = 86_400.0, most: int = 0) -> Pruned:
+    def prune(self, keep_s: float = 86_400.0, most: int | None = None) -> Pruned:
         """Prune, and return what went."""
-        return prune(self.state, self.ledger, keep_s, Host(), "a test", most)
+        return prune(self.state, self.ledger, keep_s, Host(), "a test", most=most)
 
     def left(self) -> list[str]:
         """Return the runs that are left."""
@@ -114,8 +115,9 @@ def test_a_hundred_thousand_commits_go_in_small_transactions(place: Place) -> No
     place.ledger.empty_log()
     before, sizes, is_gone = place.ledger._host.later(-1), list[int](), False
     while not is_gone:
-        is_gone, _ = place.ledger.prune(run, before, lambda: None)
+        is_gone, _ = place.ledger.prune(run, before)
         sizes.append(place.ledger.log_bytes())
+    place.ledger.forget(run)
     assert len(sizes) == 20
     assert max(sizes) < 20_000_000
     assert place.left() == ["newest"]
@@ -243,21 +245,31 @@ def test_a_run_that_became_needed_since_the_look_stays(place: Place) -> None:
     run = place.run("old")
     place.run("newest")
     make_reject(place, run, "open")
-    assert place.ledger.prune(run, NEW, lambda: pytest.fail("its files were removed")) == (True, 0)
+    assert place.ledger.prune(run, NEW) == (False, 0)
     assert place.left() == ["old", "newest"]
 
 
-def test_files_that_cannot_be_removed_keep_their_run(place: Place) -> None:
+def test_files_go_while_others_can_write_and_keep_their_run_until_they_are_gone(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = place.run("old")
     place.run("newest")
 
-    def refuse() -> None:
+    def refuse(_: object) -> None:
+        with contextlib.closing(place.state.open_ledger(create=False)) as other:
+            other.note("another process", "wrote")
         raise PermissionError(13, "not yours")
 
-    with pytest.raises(PermissionError):
-        place.ledger.prune(run, NEW, refuse)
+    with monkeypatch.context() as patch:
+        patch.setattr("batchrun.remove_files", refuse)
+        with pytest.raises(PermissionError):
+            place.prune()
+    assert place.ledger.events(what="wrote") != []
     assert place.left() == ["old", "newest"]
-    assert len(place.ledger.attempts(run)) == 1
+    with pytest.raises(PersonNeeded, match="nothing to undo"):
+        place.ledger.require_can_roll_back(place.ledger.rollback(place.ledger.run(run.key), 0))
+    assert place.prune().files_bytes == 300
+    assert place.left() == ["newest"]
 
 
 def test_every_table_that_tells_of_runs_is_pruned_or_kept_on_purpose(place: Place) -> None:

@@ -203,15 +203,68 @@ def test_an_unknown_key_is_refused(post: Post) -> None:
 def test_an_answer_waits_until_nobody_is_at_work(post: Post) -> None:
     post.write("None", bad="")
     post.project.write_file("posted.txt", "")
-    env = {**clean_environment(), "BATCHRUN_TEST_POINT": "operation.claimed@3=stop"}
+    env = {**clean_environment(), "BATCHRUN_TEST_POINT": "operation.claimed=stop"}
     running = post.project.start("run", "push", env=env)
-    wait_for(lambda: "letter/" in post.project.run("reconcile").out, "a claim")
+    wait_for(lambda: "letter/a" in post.project.run("reconcile").out, "a claim")
     ended = post.project.run("reconcile", "--absent", "letter/a", "--why", "x", "--apply")
     assert (ended.code, ended.err.splitlines()[0]) == (
         11,
         "push is running, and finds out by itself.",
     )
     running.kill()
+
+
+def test_an_answer_for_one_job_minds_no_other_that_runs(post: Post) -> None:
+    post.begin("None")
+    post.project.write(CONFIG.format(settle="1s") + '[jobs.again]\nuses = "push"\n')
+    env = {**clean_environment(), "BATCHRUN_TEST_POINT": "operation.claimed=stop"}
+    running = post.project.start("run", "again", env=env)
+    wait_for(lambda: "letter/a" in post.project.run("reconcile").out, "a claim")
+    answer = ("reconcile", "--absent", "letter/d", "--why", "x", "--apply")
+    ended = post.project.run("--json", *answer)
+    running.kill()
+    applied = [(row["key"], row["job"]) for row in ended.document["operations"] if row["applied"]]
+    assert (ended.code, applied) == (3, [("letter/d", "push")])
+
+
+def test_lookups_of_all_pass_over_a_job_that_runs(post: Post) -> None:
+    post.begin("look")
+    post.project.write(CONFIG.format(settle="1s") + '[jobs.again]\nuses = "push"\n')
+    env = {**clean_environment(), "BATCHRUN_TEST_POINT": "operation.claimed=stop"}
+    running = post.project.start("run", "again", env=env)
+    wait_for(lambda: "letter/a" in post.project.run("reconcile").out, "a claim")
+    ended = post.project.run("--json", "reconcile", "--lookup", "--apply")
+    running.kill()
+    document = json.loads(ended.out.splitlines()[-1])
+    rows = {(row["key"], row["job"]): row for row in document["operations"]}
+    assert (ended.code, rows["letter/d", "push"]["applied"]) == (3, True)
+    why = rows["letter/a", "again"]["why"]
+    assert why == "again is running, and finds out by itself."
+
+
+def test_a_key_that_two_jobs_do_not_know_about_is_answered_for_one_of_them(post: Post) -> None:
+    run = post.begin("None")
+    post.project.write(CONFIG.format(settle="1s") + '[jobs.again]\nuses = "push"\n')
+    post.write("None")
+    post.project.write(
+        CONFIG.format(settle="1s") + '[jobs.again]\nuses = "push"\n',
+        push=JOB.format(lookup="None", bad="d", before="pass"),
+    )
+    post.project.run("run", "again")
+    answer = ("reconcile", "--absent", "letter/d", "--why", "x", "--apply")
+    ended = post.project.run(*answer)
+    assert (ended.code, ended.err.splitlines()[0]) == (
+        2,
+        "The key 'letter/d' is that of operations of two jobs.",
+    )
+    assert post.project.run("reconcile", run, *answer[1:]).code == 0
+
+
+def test_a_job_that_cannot_be_loaded_says_why_nothing_was_looked_up(post: Post) -> None:
+    run = post.begin("look")
+    post.project.write(CONFIG.format(settle="1s"), push="import nowhere\n")
+    (row,) = post.ask("reconcile", run, "--lookup")["operations"]
+    assert "No module named 'nowhere'" in row["why"]
 
 
 def test_a_drain_ends_with_13_while_an_operation_is_unknown(post: Post) -> None:

@@ -131,7 +131,7 @@ def shop(project: Project) -> Table:
 # --- what is kept -----------------------------------------------------------------------------
 
 
-def image_of(*rows: object) -> bytes:
+def image_of(*rows: object) -> tuple[bytes, str]:
     made = ImageInMaking(10**6, JobError("too much"))
     made.add(rows)
     return made.content()
@@ -141,7 +141,7 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     rows = [(1, None, "a\nb\r\u2028"), {"price": Decimal("1.50"), "raw": b"\x00"}, [2**60, 0.1]]
     store = ImageStore(tmp_path / "images" / "sync" / "r1")
     (tmp_path / "images").mkdir()
-    name = store.write(7, 2, image_of(*rows))
+    name = store.write(7, 2, *image_of(*rows))
     assert name.startswith("7-2-")
     assert [row for line in store.lines(name) for row in decode_cursor(line.decode())] == rows
     assert {path.stat().st_mode & 0o777 for path in store.folder.iterdir()} == {0o600}
@@ -161,17 +161,17 @@ def test_a_row_that_could_not_be_had_back_is_refused() -> None:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (lambda content: content[:-1], "it has 68 bytes, not 69"),
+        (lambda content: content[:-1], "43 bytes follow its header, not 44"),
         (lambda content: content[:-1] + b"\x00", "it has other bytes than were written"),
-        (lambda _: b"", "it does not begin with an image's header"),
-        (lambda content: b"x" + content, "it does not begin with an image's header"),
+        (lambda _: b"", "it does not begin with a header of batchrun-image"),
+        (lambda content: b"x" + content, "it does not begin with a header of batchrun-image"),
     ],
 )
 def test_an_image_that_was_torn_or_changed_is_known(
     tmp_path: Path, spoil: Callable[[bytes], bytes], why: str
 ) -> None:
     store = ImageStore(tmp_path / "images" / "sync" / "r1")
-    name = store.write(1, 1, image_of((1, "one"), (2, "two")))
+    name = store.write(1, 1, *image_of((1, "one"), (2, "two")))
     path = store.folder / name
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(BrokenImage) as broken:
@@ -184,7 +184,8 @@ def test_an_image_that_was_torn_or_changed_is_known(
 
 def test_an_image_of_a_newer_format_is_not_guessed_at(tmp_path: Path) -> None:
     store = ImageStore(tmp_path / "images" / "sync" / "r1")
-    name = store.write(1, 1, image_of((1,)).replace(b"image 1 ", b"image 2 "))
+    content, digest = image_of((1,))
+    name = store.write(1, 1, content.replace(b"image 1 ", b"image 2 "), digest)
     with pytest.raises(NewerFormat, match="has format 2; this batchrun knows 1"):
         store.look(name)
 
@@ -380,7 +381,7 @@ def test_a_dry_run_shows_what_would_be_done_and_writes_nothing(shop: Table) -> N
     images = [
         [(x, f"old {x}" if x % 2 == 0 else None) for x in range(y, y + 5)] for y in (5, 10, 15)
     ]
-    size = sum(len(encode_cursor([*rows])) + 1 for rows in images)
+    size = sum(len(encode_cursor([*rows])) for rows in images)
     ended = shop.roll_back(run, "--dry-run")
     keys = ", ".join(f"mail/{n}" for n in range(10))
     assert ended.out == (
@@ -498,7 +499,7 @@ def test_a_rollback_is_not_rolled_back_and_nothing_is_twice(shop: Table) -> None
     shop.roll_back(run, "--to-batch", "1")
     assert shop.refused(run) == (
         f"Run {run} of sync has nothing to undo above batch 0.\n"
-        "None of those batches has remembered a row.\n"
+        "None of those batches has remembered a row, or what they had is being pruned.\n"
         f"Nothing was undone.\nSee: batchrun report {run}\n"
     )
 
