@@ -11355,8 +11355,8 @@ def remove_files(paths: Iterable[Path]) -> None:
         else:
             path.unlink(missing_ok=True)
     for folder in {path.parent for path in paths}:
-        with open_folder(folder) as descriptor:
-            os.fsync(descriptor)
+        with open_folder(folder) as place:
+            os.fsync(place)
 
 
 # -- whether all is there that a run needs ---------------------------------------------------------
@@ -17816,11 +17816,10 @@ def run_command_line(arguments: list[str]) -> int:
     app = App()
     app.take(os.environ.get("BATCHRUN_CONFIG"), as_json="--json" in arguments)
     try:
-        completes = "_BATCHRUN_COMPLETE" in os.environ  # then click finds the words by itself
-        root = build_command_line(app, ["--help"] if completes else arguments)
+        root = build_command_line(app, arguments)
         return int(root.main(arguments, "batchrun", standalone_mode=False) or 0)
-    except (click.exceptions.Exit, SystemExit) as leaving:  # the latter of a shell's completion
-        return int(leaving.code or 0) if isinstance(leaving, SystemExit) else leaving.exit_code
+    except click.exceptions.Exit as leaving:
+        return leaving.exit_code
     except click.ClickException as error:
         where = getattr(error, "ctx", None)
         see = f"\nSee: {where.command_path} --help" if where and "\n" not in str(error) else ""
@@ -17835,6 +17834,17 @@ def run_command_line(arguments: list[str]) -> int:
         letter = refused_by_system(error, arguments)
         app.console.letter(str(letter), letter.exit_code)
         return letter.exit_code
+
+
+def complete_words() -> int:
+    """Give a shell the words that may come next, which click finds by itself."""
+    app = App()
+    app.take(os.environ.get("BATCHRUN_CONFIG"))
+    try:
+        build_command_line(app, ["--help"]).main([], "batchrun")
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    return ExitCode.DONE
 
 
 def refused_by_system(error: OSError, arguments: list[str]) -> BatchrunError:
@@ -17858,7 +17868,8 @@ def main() -> NoReturn:
         block_stops()  # a stop that comes this early is counted too
     reach("main.begun")
     try:
-        code = run_command_line(sys.argv[1:])
+        completes = "_BATCHRUN_COMPLETE" in os.environ
+        code = complete_words() if completes else run_command_line(sys.argv[1:])
     except BaseException:  # noqa: BLE001 - a fault of batchrun's own, told before the end
         sys.excepthook(*sys.exc_info())
     finally:

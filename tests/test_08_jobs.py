@@ -137,9 +137,9 @@ def test_ctx_and_batch_have_exactly_these_names(shop: Shop) -> None:
     of_ctx, of_batch = (shop.folder / "done.txt").read_text().splitlines()
     assert of_ctx == (
         "approval batch_size batches cleanup connect cursor enter finish generation log on_exit"
-        " on_finish once once_each run_id settings should_stop step"
+        " on_finish once once_each remembered run_id settings should_stop step"
     )
-    assert of_batch == "count first_key last_key loop number records reject transaction"
+    assert of_batch == "count first_key last_key loop number records reject remember transaction"
 
 
 def test_an_untyped_minimal_job_works(shop: Shop) -> None:

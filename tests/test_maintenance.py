@@ -14,8 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ class Crowd:
 
     process: subprocess.Popen[str]
     folder: Path
+    started: list[int] = field(default_factory=list)  # what has not been waited for
 
     def start(self, *starts: tuple[str, str]) -> list[int]:
         """Start each (named point, words of the command line); return their pids."""
@@ -98,11 +99,13 @@ class Crowd:
         line = [str(self.folder), [(point, words.split()) for point, words in starts]]
         self.process.stdin.write(json.dumps(line) + "\n")
         self.process.stdin.flush()
-        return self._answer()
+        self.started = self._answer()
+        return self.started
 
     def end(self) -> list[int]:
         """Return the exit codes of all that were started, when they have ended."""
-        return self._answer()
+        ended, self.started = self._answer(), []
+        return ended
 
     def run(self, words: str, point: str = "") -> int:
         """Run one to its end and return its exit code."""
@@ -129,8 +132,14 @@ def crowd_in(folder: Path) -> Iterator[Crowd]:
         env=clean_environment(),
         text=True,
     )
+    made = Crowd(process, folder)
     with process:
-        yield Crowd(process, folder)
+        try:
+            yield made
+        finally:
+            for pid in made.started:  # one that a failing test holds would hold us up for ever
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -955,8 +964,11 @@ def cross(shop: Project, crowd: Crowd, point: str, words: str, other: str) -> tu
 
 
 def has_open(pid: int, path: Path) -> bool:
-    folder = Path(f"/proc/{pid}/fd")
-    return any(path.samefile(each) for each in folder.iterdir() if each.exists())
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile, or no file
+            if path.samefile(each):
+                return True
+    return False
 
 
 @pytest.mark.parametrize("point", ADMISSION)

@@ -39,7 +39,10 @@ def shop(project: Project) -> Project:
 
 def run_at(project: Project, moment: str, *words: str) -> Ended:
     """Run `batchrun WORDS` (by default `run sync`) while the wall clock shows this moment."""
-    launch = launch_with(f"batchrun.Host.now = lambda _: {moment!r}")
+    clock = f"batchrun.datetime.fromisoformat({moment!r}).timestamp() + seconds"
+    launch = launch_with(
+        f"batchrun.Host.later = lambda _, seconds: batchrun.utc_text(int(1e9 * ({clock})))"
+    )
     return project.run(*(words or ("run", "sync")), launch=launch)
 
 
