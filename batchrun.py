@@ -3249,7 +3249,9 @@ class ImageStore:
 # First its copy of the checkpoint goes, so that no rollback of it begins, then its commits in
 # slices; then its files, while no transaction is open; last its row, which alone knows of them. An
 # operation means once ever: its row stays, and its run's with it. Events stay that others refer to,
-# without the run; the newest is the clock.
+# without the run, and the one that says since when a job is expected; the newest is the clock. An
+# alert goes once it is closed and told.
+#
 # An *alert* is raised once for what stands: (kind, about) is unique among those not closed. It is
 # closed by the job's next success, which is known by event ids, and is one itself: recovered. What
 # stands is looked at in the transaction that raises and closes. An alert is pending in each way by
@@ -3570,7 +3572,8 @@ KIN = """SELECT id, retry_of FROM run WHERE retry_of IS NOT NULL
 ROWS_OF_A_RUN = ("reading", "health_check", "cleanup", "approval", "reject", "batch", "attempt")
 REFERRED = """SELECT admitted FROM attempt WHERE admitted IS NOT NULL AND run IS NOT ?1
   UNION SELECT opened FROM barrier UNION SELECT overdue FROM barrier WHERE overdue IS NOT NULL
-  UNION SELECT closed FROM barrier WHERE closed IS NOT NULL UNION SELECT max(id) FROM event"""
+  UNION SELECT closed FROM barrier WHERE closed IS NOT NULL UNION SELECT max(id) FROM event
+  UNION SELECT id FROM event WHERE run IS NULL AND what = 'expected'"""
 COMMITS_AT_ONCE = 5_000  # commits of a run that go in one transaction
 # A run (?1, its id ?2) in spans of ?4 s from ?3, at most ?5: one row a span, never one a batch.
 SPANS = """SELECT ?4 * max(0, min(?5 - 1,
@@ -5314,7 +5317,11 @@ class Ledger:
             return self._connection.total_changes() - rows
 
     def prune_the_rest(self, before: str) -> int:
-        """Remove old readings, closed barriers and events of no run; return how many rows."""
+        """Remove old readings, barriers and alerts that are closed, and events of no run.
+
+        Returns:
+            How many rows.
+        """
         with self._writing():
             rows = self._connection.total_changes()
             for table in ("reading", "health_check"):
@@ -5322,6 +5329,9 @@ class Ledger:
             closed = "SELECT id FROM barrier WHERE closed_at < ?"
             self._sql(f"DELETE FROM drain WHERE barrier IN ({closed})", (before,))
             self._sql(f"DELETE FROM barrier WHERE id IN ({closed})", (before,))
+            told = "SELECT id FROM alert WHERE closed_at < ? AND pending = '[]'"
+            self._sql(f"DELETE FROM delivery WHERE alert IN ({told})", (before,))
+            self._sql(f"DELETE FROM alert WHERE id IN ({told})", (before,))
             stay = f"run IS NULL AND at < ?2 AND id NOT IN ({REFERRED})"
             self._sql(f"DELETE FROM event WHERE {stay}", (None, before))
             return self._connection.total_changes() - rows
