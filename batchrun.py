@@ -11389,6 +11389,7 @@ def doctor(state: StateDirectory, config: Config, job: str | None, host: Host) -
     """Look once at all that a run needs: health, machine, files, jobs; leave nothing behind."""
     rows, clock = examine(state, config, job, host), host.monotonic
     looks = [look_at_machine(state, host), look_at_files(state, host)]
+    looks.append(look_at_telling(state, config, job, host))
     looks += [
         look_at_job(config, each, host) for n, each in config.jobs.items() if job in (None, n)
     ]
@@ -11471,6 +11472,32 @@ def look_at_job(config: Config, job: JobConfig, host: Host) -> Iterator[Look]:
         short = "Type=notify\n" not in told and limit_s < job.longest_stop_s
         means = "systemd kills it then; of Type=notify it is asked for more time"
         yield f"unit of {job.name}", said, means, f"batchrun unit {job.name} --install" * short
+
+
+TICK_LATELY_S = 3600.0
+
+
+def look_at_telling(
+    state: StateDirectory, config: Config, job: str | None, host: Host
+) -> Iterator[Look]:
+    """Look who would not be told what: of a job that is late, of an alert, of how jobs stand."""
+    at, untold = None, list[tuple[int, str, str]]()
+    with contextlib.suppress(BatchrunError), state.reading() as ledger:
+        at, untold = ledger.ticked_at(), ledger.undelivered()
+    if at is None or seconds_between(at, host.now()) >= TICK_LATELY_S:
+        said = f"no tick was seen since {at}" if at else "no tick was ever seen"
+        means = "nobody would notice: let batchrun resume --all run every five minutes, or set ping"
+        for name, each in config.jobs.items():
+            if each.expect_every_s and not each.ping and job in (None, name):
+                yield f"expect_every of {name}", said, means, "batchrun unit --tick"
+    for alert, way, error in untold:
+        means = "somebody does not know it; here every way is tried with a test"
+        yield f"alert {alert} by {way}", error, means, "batchrun doctor --alerts"
+    if folder := config.metrics_folder:
+        fits = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+        said = f"{folder} can{'not' * (not fits)} be written to"
+        means = "otherwise Prometheus sees what was written last, which grows old"
+        yield "metrics_folder", said, means, f"ls -ld {_typed(folder)}" * (not fits)
 
 
 SPANS_S = {"h": 3600, "min": 60, "s": 1, "ms": 1e-3, "us": 1e-6}
@@ -12793,7 +12820,7 @@ class Alerts:
 
     def ping(self, run: Run) -> None:
         """Begin to tell that a run has begun, once."""
-        if self._config.job(run.job).ping and not self._has_pinged:
+        if self._config.job(run.job).ping and run.is_whole and not self._has_pinged:
             self._has_pinged = True
             ping = Alert("ping start", run.job, run.job, run.id, f"{run.job} has begun.")
             with in_no_way():
@@ -12872,43 +12899,16 @@ def event_text(alert: Alert, config: Config) -> str:
     return json.dumps({**event, **more})
 
 
-def ping_of(run: Run | None, job: str, code: ExitCode) -> list[Alert]:
+def ping_of(run: Run | None, launch: Launch, code: ExitCode) -> list[Alert]:
     """Return the ping that a start's end is worth: none if it was refused, stopped or skipped."""
-    name = run and run.id
+    name, job = run and run.id, launch.job
+    if launch.retry or launch.rollback or (run and not run.is_whole):
+        return []
     if run and run.state == RunState.SUCCEEDED:
         return [Alert("ping success", job, job, name, f"{job} has succeeded.")]
     failed = code in (ExitCode.FAILED, ExitCode.PERSON_NEEDED)
     failed |= code in (ExitCode.USAGE, ExitCode.STATE_DIRECTORY)
     return [Alert("ping fail", job, job, name, f"{job}: exit {int(code)}.")] if failed else []
-
-
-TICK_LATELY_S = 3600.0
-
-
-def examine_alerts(
-    state: StateDirectory, config: Config, job: str | None, host: Host, *, sends: bool
-) -> list[Examined]:
-    """Return who would not be told what; with `sends` what came back from a test by every way."""
-    if sends:
-        return list(sent_tests(config, job, host))
-    with (
-        contextlib.suppress(BatchrunError),
-        contextlib.closing(state.open_ledger(create=False, write=False)) as ledger,
-    ):
-        at = ledger.ticked_at()
-        seen = at is not None and seconds_between(at, host.now()) < TICK_LATELY_S
-        means = "nobody would notice: let batchrun resume --all run every five minutes, or set ping"
-        why = f"no tick was seen since {at}" if at else "no tick was ever seen"
-        rows = [
-            Examined(name, f"expect_every of {name}", Wellness.BAD, why, means, 0.0)
-            for name, each in config.jobs.items()
-            if each.expect_every_s and not (seen or each.ping) and job in (None, name)
-        ]
-        for alert, way, error in ledger.undelivered():
-            means = "to try every way: batchrun doctor --alerts"
-            rows.append(Examined(way, f"alert {alert} by {way}", Wellness.BAD, error, means, 0.0))
-        return rows
-    return []
 
 
 def sent_tests(config: Config, job: str | None, host: Host) -> Iterator[Examined]:
@@ -16296,6 +16296,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Show one line about what happens."""
+        text = mask_secrets(text)
         if self.as_json:
             write_line(1, json.dumps({"type": "said", "text": text}))
         elif self.tells or self.live or self.plain:
@@ -16421,16 +16422,16 @@ class App:
             self.console.letter(str(error), error.exit_code)
             outcome = Outcome(error.exit_code)
         if self.config.tells:
-            pings = ping_of(outcome.run, launch.job, outcome.exit_code)
-            self.tell(pings, waits=not outcome.signalled)
+            self.tell(ping_of(outcome.run, launch, outcome.exit_code), waits=not outcome.signalled)
         return outcome
 
     def tell(self, ended: Sequence[Alert] = (), *, ticks: bool = False, waits: bool = True) -> None:
         """Raise and tell alerts, write the metrics; whatever goes wrong here fails no run."""
+        expected = [j.name for j in self.config.jobs.values() if ticks and j.expect_every_s]
         try:
-            with self.ledger(write=True) as ledger:
+            with self.ledger(write=True, create=bool(expected)) as ledger:
                 if ticks:
-                    ledger.tick(j.name for j in self.config.jobs.values() if j.expect_every_s)
+                    ledger.tick(expected)
                 alerts = Alerts(self.config, ledger, self.host)
                 alerts.look(self.state.maintenance.find(), ended)
                 if waits:  # else somebody waits for our end; the next one tells
@@ -17601,8 +17602,8 @@ def doctor_command(app: App, *, job: str | None, alerts: bool) -> ExitCode:
     app.require_trusted()
     if job is not None:
         app.config.job(job)
-    rows = [] if alerts else doctor(app.state, app.config, job, app.host)
-    rows += examine_alerts(app.state, app.config, job, app.host, sends=alerts)
+    of = (app.config, job, app.host)
+    rows = list(sent_tests(*of)) if alerts else doctor(app.state, *of)
     app.console.result(render_examined(rows), {"examined": [row._asdict() for row in rows]})
     wrong = any(row.state != Wellness.OK for row in rows)
     return ExitCode.FINDINGS if wrong else ExitCode.DONE

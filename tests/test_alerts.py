@@ -26,11 +26,15 @@ from batchrun import (
     Ending,
     ExitCode,
     Host,
+    Launch,
     Ledger,
     Lockfile,
     Reason,
+    Rollback,
+    RunState,
     load_config,
     open_ledger,
+    ping_of,
 )
 
 WORDS = """["sh", "-c", "told=$(cat); printf '%s\\\\n' \\"$told\\" >> told.jsonl"]"""
@@ -296,6 +300,18 @@ def test_a_timer_that_never_fires_is_noticed_from_the_first_tick_on(desk: Desk) 
     assert [(event.job, event.what) for event in desk.ledger.events()] == [("sync", "expected")]
     assert desk.tick(1.5 * DAY) == ["late"]
     assert "no success for 1d12h, one is expected every 1d00h, it never had one." in desk.text
+
+
+def test_a_timer_that_never_fires_is_noticed_where_no_job_ever_ran(project: Project) -> None:
+    write_job(project)
+    assert project.run("resume", "--all") == Ended(0, "", "")
+    assert not project.state.exists()  # nobody said that a success is expected
+    path = project.folder / "batchrun.toml"
+    path.write_text(f'{path.read_text()}expect_every = "1ms"\n')
+    assert project.run("resume", "--all") == Ended(0, "", "")
+    ended = project.run("status")
+    assert ended.code == 3
+    assert re.search(r"^late: sync, no success for \S+, .*, it never had one$", ended.out, re.M)
 
 
 def test_a_job_is_late_under_maintenance_too_and_a_forgotten_one_is_told(desk: Desk) -> None:
@@ -623,6 +639,19 @@ def test_a_ping_that_hangs_holds_no_batch_up_and_a_newer_one_takes_its_place(
     ]
 
 
+def test_a_retry_and_a_rollback_are_not_the_job_and_ping_nobody(desk: Desk, ear: Ear) -> None:
+    desk.configure(f'ping = "{ear.url}/x1y2"')
+    run = admit(desk.ledger).run._replace(state=RunState.SUCCEEDED)
+    assert [ping.kind for ping in ping_of(run, Launch("sync"), ExitCode.DONE)] == ["ping success"]
+    for other in (run._replace(retry_of="r0"), run._replace(rollback_of="r0")):
+        Alerts(desk.config, desk.ledger, desk.host).ping(other)
+        assert ping_of(other, Launch("sync"), ExitCode.DONE) == []
+        assert ping_of(other, Launch("sync"), ExitCode.FAILED) == []
+    refused = Launch("sync", rollback=Rollback(run, 0, 1))
+    assert ping_of(None, refused, ExitCode.PERSON_NEEDED) == []
+    assert (desk.ledger.alerts("true"), ear.heard) == ([], [])
+
+
 # --- secrets --------------------------------------------------------------------------------------
 
 
@@ -691,12 +720,17 @@ def test_doctor_finds_a_job_that_is_expected_and_that_nobody_would_miss(project:
     write_job(project)
     path = project.folder / "batchrun.toml"
     path.write_text(f'{path.read_text()}expect_every = "1d"\n')
-    assert project.run("run", "sync").code == 0
 
     def found() -> list[Any]:
         rows = project.run("--json", "doctor", "sync").document["examined"]
-        return [row["answer"] for row in rows if row["asked"] == "expect_every of sync"]
+        return [
+            row["answer"]
+            for row in rows
+            if row["name"] == "expect_every of sync" and row["state"] == "bad"
+        ]
 
+    assert found() == ["no tick was ever seen"]
+    assert project.run("run", "sync").code == 0
     assert found() == ["no tick was ever seen"]
     assert project.run("resume", "--all") == Ended(0, "", "")
     assert found() == []
