@@ -67,7 +67,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
-from itertools import chain, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace, UnionType
@@ -1430,7 +1430,9 @@ def visible(text: str) -> str:
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROLS = re.compile(
+    "[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
 
 
 def occupy_standard_descriptors() -> None:
@@ -14627,7 +14629,7 @@ def is_owned(state: StateDirectory, job: str) -> bool:
 # time is cut into SPANS_MOST spans, added up by the ledger, and every plot is made of boxes over
 # them: no report grows with the batches. Amounts reach from the span before to their own, health
 # from a check to the next one, and neither over a gap in which no attempt was under way.
-# Whatever others wrote goes through `printable`, then through `as_html` or `as_markdown`.
+# Whatever others wrote goes through `as_html` or `as_markdown`, or at last through the console.
 #
 # Looking costs what it shows: the table of jobs a few rows of each, the screen of one job what
 # fits on a screen. `status --watch` and `logs --follow` open the ledger for each look and close it,
@@ -14654,15 +14656,9 @@ def render_rejects(rejects: list[dict[str, Any]]) -> str:
     rows = [["id", "state", "commit", "loop", "record", "reason"]]
     for reject in rejects:
         state = reject["state"] + ("" if reject["can_retry"] else ", text only")
-        shown = (one_line(reject[name]) for name in ("record", "reason"))
-        rows.append([str(reject["id"]), state, str(reject["number"]), reject["loop"], *shown])
+        where = (str(reject["number"]), reject["loop"], reject["record"], reject["reason"])
+        rows.append([str(reject["id"]), state, *where])
     return render_table(rows)
-
-
-def one_line(text: str) -> str:
-    """Return text in one line of a table, cut where it is long."""
-    line = " ".join(text.split())
-    return line if len(line) <= CELL_WIDTH else f"{line[: CELL_WIDTH - 3]}..."
 
 
 def render_reject(reject: dict[str, Any]) -> str:
@@ -14709,8 +14705,8 @@ def render_answered(documents: list[dict[str, Any]]) -> str:
     rows = [["key", "run", "claimed at", "answer", "why"]]
     for each in documents:
         answer = ANSWER_WORDS[each["outcome"]] + " (recorded)" * each["applied"]
-        shown = one_line(each["key"]), moment_text(each["claimed_at"]), one_line(each["why"])
-        rows.append([shown[0], each["run"], shown[1], answer, shown[2]])
+        claimed_at = moment_text(each["claimed_at"])
+        rows.append([each["key"], each["run"], claimed_at, answer, each["why"]])
     return render_table(rows)
 
 
@@ -15070,12 +15066,12 @@ def fit_table(rows: list[list[str]], columns: int) -> str:
     """
     names, *kept = zip(*rows, strict=True)
     kept = [each for each in kept if {*each[1:]} - {"-"}]
-    longest, room = max(map(len, names)), columns or sys.maxsize
+    longest, room = width_of(names), columns or sys.maxsize
     for name in NARROWED:
-        taken = sum(max(map(len, each)) + 2 for each in kept)
+        taken = sum(width_of(each) + 2 for each in kept)
         if taken + min(longest, LEAST_NAME) > room:
             kept = [each for each in kept if each[0] != name]
-    left = room - sum(max(map(len, each)) + 2 for each in kept)
+    left = room - sum(width_of(each) + 2 for each in kept)
     shown = zip([cut(name, max(left, 12)) for name in names], *kept, strict=True)
     lines = render_table(list(map(list, shown))).split("\n")
     return "\n".join(cut(line, room) for line in lines)
@@ -15083,15 +15079,25 @@ def fit_table(rows: list[list[str]], columns: int) -> str:
 
 def cut(text: str, columns: int) -> str:
     """Return text in so many columns of a terminal, with dots where it was cut."""
+    taken = widths_of(text)
+    if sum(taken) <= columns:
+        return text
+    kept = sum(so_far <= columns - 3 for so_far in accumulate(taken))
+    return text[:kept] + "..."[:columns]
+
+
+def widths_of(text: str) -> list[int]:
+    """Return how many columns of a terminal each letter takes: 0, 1 or 2."""
     if text.isascii():
-        return text if len(text) <= columns else text[: max(0, columns - 3)] + "..."[:columns]
+        return [1] * len(text)
     from unicodedata import combining, east_asian_width
 
-    widths = [0 if combining(c) else 1 + (east_asian_width(c) in "WF") for c in text]
-    if sum(widths) <= columns:
-        return text
-    ends = [end for end in range(len(text)) if sum(widths[:end]) <= columns - 3]
-    return text[: max(ends, default=0)] + "..."[:columns]
+    return [0 if combining(c) else 1 + (east_asian_width(c) in "WF") for c in text]
+
+
+def width_of(column: Iterable[str]) -> int:
+    """Return how many columns of a terminal the widest of some cells takes."""
+    return max(sum(widths_of(cell)) for cell in column)
 
 
 def render_stuck(job: dict[str, Any]) -> list[str]:
@@ -15134,10 +15140,9 @@ def about_run(job: dict[str, Any], now: str) -> Iterator[tuple[str, str]]:
         ago = age_text(about["last_commit"], now)
         yield "batches", f"{job['batches']:,}, newest commit {ago} ago, {words}"
         yield "loops", about["course"]
-    earlier = len(about["attempts"]) - ATTEMPTS_SHOWN
-    for number, attempt in enumerate(about["attempts"][-ATTEMPTS_SHOWN:]):
-        more = f"  ({earlier:,} earlier ones)" * (number == 0 and earlier > 0)
-        yield "attempt", f"{render_attempt(attempt)[0].strip()}{more}"
+    yield "attempts", f"{len(about['attempts']):,}"
+    for row in map(row_of_attempt, about["attempts"][-ATTEMPTS_SHOWN:]):
+        yield "attempt", "{}  {}  {}: {}, commits {}, peak {}".format(*row[:6])
     if about["reading"]:
         yield "reading", f"{reading_text(about['reading'])}, {ago_text(about['reading'], now)}"
     if check := about["health_check"]:
@@ -15241,75 +15246,9 @@ def course_text(run: Run, last: BatchRow | None) -> str:
     done = [f"{kind} {name} done" for kind, name, *_ in passed]
     if last.kind == "batch" and not run.finished:
         known = last.last_key not in (None, "null")
-        done.append(f"now loop {last.loop}" + f" after key {one_line(last.last_key or '')}" * known)
+        key = f" after key {cut(last.last_key or '', CELL_WIDTH)}" * known
+        done.append(f"now loop {last.loop}{key}")
     return mask_secrets(", ".join(done))
-
-
-def render_report(summary: dict[str, Any]) -> str:
-    """Return a run's report as text."""
-    retries = f", a retry of rejects of run {summary['retry_of']}" * bool(summary["retry_of"])
-    undoes = summary["undoes"]
-    if undoes:
-        retries = f", a rollback of run {undoes['run']} to batch {undoes['to_batch']}"
-    lines = [f"run {summary['id']} of {summary['job']}: {state_text(summary)}{retries}"]
-    lines += [rollback_text(each) for each in summary["rollbacks"]]
-    lines.append(f"  begun     {moment_text(summary['created_at'])}")
-    lines.append(f"  ended     {moment_text(summary['ended_at'])}")
-    lines.append(f"  records   {counts_text(summary)}")
-    lines.append(f"  commits   {summary['number']}, of them {summary['batches']} batches")
-    lines.append(f"  time      {time_text(summary)}")
-    lines += render_rollback(undoes) if undoes else []
-    if summary["paused_s"]:
-        lines.append(f"  paused    {duration_text(summary['paused_s'])} by health")
-    if summary["error"]:
-        lines.append(f"  error     {summary['error']}")
-    lines.append("attempts")
-    lines += [line for attempt in summary["attempts"] for line in render_attempt(attempt)]
-    if summary["rejects"]:
-        lines.append("rejected records")
-    lines += [f"  commit {r['number']}  {r['record']}: {r['reason']}" for r in summary["rejects"]]
-    lines += ["recorded cleanups"] * bool(summary["cleanups"])
-    lines += [render_cleanup(cleanup) for cleanup in summary["cleanups"]]
-    lines.append("events")
-    for event in summary["events"]:
-        why = f": {' '.join(event['why'].splitlines())}" if event["why"] else ""
-        lines.append(f"  {event['id']:>5}  {moment_text(event['at'])}  {event['what']}{why}")
-    return "\n".join(lines)
-
-
-def rollback_text(rollback: dict[str, Any]) -> str:
-    """Return the line about one rollback of a run: it is done, or how it stands."""
-    to, state = f"to batch {rollback['to_batch']} by run {rollback['run']}", rollback["state"]
-    if state == RunState.SUCCEEDED:
-        return f"  rolled back {to}"
-    return f"  rollback {to} is {state}"
-
-
-def render_attempt(attempt: dict[str, Any]) -> list[str]:
-    """Return the lines about one attempt: how it ended, its commits, what it released."""
-    first, last = attempt["from_number"] + 1, attempt["to_number"]
-    parts = [attempt["ending"] or "going on, or left by its owner"]
-    if last is not None:
-        parts.append(f"commits {first} to {last}" if last >= first else "no commit")
-    parts += ["charged as a try"] * attempt["charged"]
-    if attempt["peak_rss_bytes"]:
-        parts.append(f"peak {size_text(attempt['peak_rss_bytes'])}")
-    began = moment_text(attempt["began_at"])
-    lines = [f"  {attempt['generation']}  {began}  {', '.join(parts)}"]
-    lines += [f"     {line}" for line in (attempt["error"] or "").splitlines()]
-    for release in attempt["releases"]:
-        failed = f"  FAILED: {release['error']}" if release["error"] else ""
-        took_ms = release["elapsed_s"] * 1000
-        lines.append(f"     released {release['name']} in {took_ms:.1f} ms{failed}")
-    return lines
-
-
-def render_cleanup(cleanup: dict[str, Any]) -> str:
-    """Return the line about a recorded cleanup: done, or pending and why."""
-    done = f"done {moment_text(cleanup['done_at'])}" if cleanup["done_at"] else "PENDING"
-    took = f" in {cleanup['elapsed_s'] * 1000:.1f} ms" if cleanup["elapsed_s"] is not None else ""
-    why = f": {cleanup['error']}" if cleanup["error"] else ""
-    return f"  {cleanup['id']}  {cleanup['call']}  {done}{took}{why}"
 
 
 def summarise_configured(job_config: JobConfig, folder: Path) -> dict[str, Any]:
@@ -15642,11 +15581,25 @@ def render_examined(rows: Iterable[Examined]) -> str:
     )
 
 
-def render_table(rows: list[list[str]]) -> str:
-    """Return rows of text as columns; the first row is the heading."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = ([f"{c:<{w}}" for c, w in zip(row, widths, strict=True)] for row in rows)
-    return "\n".join("  ".join(row).rstrip() for row in cells)
+def render_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of text as columns; the first row is the heading.
+
+    Each row is one line. Its first cell is whole, for it may be typed, and so is its last one; in
+    between CELL_WIDTH is the most.
+    """
+    most = [sys.maxsize, *[CELL_WIDTH] * (len(rows[0]) - 2), sys.maxsize][-len(rows[0]) :]
+    lines = [
+        [cut(" ".join(cell.split()), width) for cell, width in zip(row, most, strict=True)]
+        for row in rows
+    ]
+    widths = [width_of(column) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell + " " * (width - sum(widths_of(cell)))
+            for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in lines
+    )
 
 
 # -- sheets: what a report shows, once for HTML, Markdown and text ---------------------------------
@@ -15727,6 +15680,7 @@ def part_of_end(summary: dict[str, Any]) -> Part:
         ("at work", seconds_text(summary["at_work_s"])),
         ("paused by health", seconds_text(summary["paused_s"])),
         ("attempts", f"{len(summary['attempts']):,}"),
+        ("commits", f"{summary['number']:,}"),
         ("batches", f"{summary['batches']:,}"),
         ("95 of 100 batches within", seconds_text(summary["batch_p95_s"])),
     ]
@@ -15735,11 +15689,24 @@ def part_of_end(summary: dict[str, Any]) -> Part:
     )
     lines = [
         f"It began {moment_text(summary['created_at'])} and {ended}.",
+        *kin_of(summary),
         *dict.fromkeys(text for text in (summary["error"], summary["why"]) if text),
         f"Where the time went: {time_text(summary)}.",
     ]
     todo = summary["next"] if " report " not in summary["next"] else ""
     return Part(f"Run {summary['id']}", lines, todo, pairs)
+
+
+def kin_of(summary: dict[str, Any]) -> Iterator[str]:
+    """Yield what a run was begun to undo or to try again, and which rollbacks undo it."""
+    if summary["retry_of"]:
+        yield f"It is a retry of rejects of run {summary['retry_of']}."
+    if undoes := summary["undoes"]:
+        yield f"It is a rollback of run {undoes['run']} to batch {undoes['to_batch']}."
+        yield from render_rollback(undoes)
+    for each in summary["rollbacks"]:
+        state = "has" if each["state"] == RunState.SUCCEEDED else f"is {each['state']} and has not"
+        yield f"Run {each['run']} {state} rolled it back to batch {each['to_batch']}."
 
 
 def tables_of(summary: dict[str, Any]) -> list[Part]:
@@ -15759,17 +15726,20 @@ def tables_of(summary: dict[str, Any]) -> list[Part]:
         for place, r in enumerate(a["releases"], 1)
     ]
     recorded = [
-        [c["call"], moment_text(c["done_at"]), seconds_text(c["elapsed_s"]), c["error"] or ""]
+        [
+            *(str(c["id"]), c["call"], moment_text(c["done_at"]) if c["done_at"] else "PENDING"),
+            *(seconds_text(c["elapsed_s"]), c["error"] or ""),
+        ]
         for c in summary["cleanups"]
     ]
-    events = [[moment_text(e["at"]), e["what"], e["why"], e["who"]] for e in summary["events"]]
+    events = [[moment_text(e["at"]), e["what"], e["who"], e["why"]] for e in summary["events"]]
     return [
         listed("Attempts", ATTEMPT_HEADING, [row_of_attempt(a) for a in summary["attempts"]]),
         listed("Operations", OPERATION_HEADING, unknown, f"batchrun reconcile {name}", outcomes),
         listed("Rejects", REJECT_HEADING, rejects, f"batchrun rejects list {name}", first=True),
         listed("Releases, last in, first out", RELEASE_HEADING, released),
-        listed("Recorded cleanups", ["call", "done (UTC)", "took", "error"], recorded),
-        listed("Events", ["when (UTC)", "what", "why", "who"], events),
+        listed("Recorded cleanups", ["id", "call", "done (UTC)", "took", "error"], recorded),
+        listed("Events", ["when (UTC)", "what", "who", "why"], events),
     ]
 
 
@@ -15990,14 +15960,17 @@ def row_of_run(run: dict[str, Any], runs: list[dict[str, Any]]) -> list[str | Ba
 
 
 def render_sheet(sheet: Sheet) -> str:
-    """Return a sheet's sentences and tables as text."""
+    """Return a sheet as text; of its plots, what they show in words."""
     shown = [sheet.title]
     for part in sheet.parts:
+        pairs = [*part.pairs, *((plot.title, plot.words) for plot in part.plots)]
+        shown += ["", part.title, *part.lines, *(f"  {name:<24}  {value}" for name, value in pairs)]
         rows = [
             [f"{c} {'#' * round(8 * c.share)}" if isinstance(c, Bar) else c for c in row]
             for row in part.table
         ]
-        shown += ["", part.title, *part.lines, *([render_table(rows)] if rows else [])]
+        shown += [render_table(rows)] if rows else []
+        shown += [f"to type: {part.todo}"] * bool(part.todo)
     return "\n".join(shown)
 
 
@@ -16007,7 +15980,7 @@ def render_markdown(sheet: Sheet) -> str:
     for part in sheet.parts:
         shown += ["", f"## {as_markdown(part.title)}"]
         shown += [text for line in part.lines for text in ("", as_markdown(line))]
-        shown += ["", f"    {printable(part.todo)}"] * bool(part.todo)
+        shown += ["", f"    {part.todo}"] * bool(part.todo)
         pairs = [*part.pairs, *((plot.title, plot.words) for plot in part.plots)]
         shown += [""] * bool(pairs)
         shown += [f"- **{as_markdown(name)}**: {as_markdown(value)}" for name, value in pairs]
@@ -16016,21 +15989,18 @@ def render_markdown(sheet: Sheet) -> str:
     return "\n".join(shown)
 
 
-def printable(text: str) -> str:
-    """Return text of others, secrets as ***, without controls and what turns a line around."""
-    odd = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufffe\uffff]"
-    return re.sub(odd, "\ufffd", mask_secrets(text))
-
-
 def as_markdown(text: str) -> str:
     """Return text of others on one line, so that Markdown shows it and does nothing else."""
-    line = " ".join(printable(text).split())
-    return re.sub(r"(\*{3})|([\\`*_\[\]<>|#~&])", lambda found: found[1] or f"\\{found[2]}", line)
+    line = " ".join(mask_secrets(text).split())
+    signs = r"(\*{3})|([\\`*_\[\]<>|#~&])"
+    line = re.sub(signs, lambda found: found[1] or f"\\{found[2]}", line)
+    return re.sub(r"^\d+(?=[.)])|^(?=[-+=])", r"\g<0>\\", line)  # else a list or heading begins
 
 
 def as_html(text: str) -> str:
     """Return text of others so that a browser shows it and does nothing else."""
-    return printable(text).translate({38: "&amp;", 60: "&lt;", 62: "&gt;", 34: "&quot;"})
+    signs = {38: "&amp;", 60: "&lt;", 62: "&gt;", 34: "&quot;"}
+    return visible(mask_secrets(text)).translate(signs)
 
 
 STYLE = """
@@ -16819,10 +16789,9 @@ def report_command(app: App, *, run: str | None, number: int | None, **how: Any)
             since = begun_since(how["since"], app.host.now())
             rows = ledger.summaries(since, found and found.job, COMPARED_MOST)
             document = summarise_runs(rows, since, found and found.job)
-            sheet = sheet_of_runs(document)
-            return show_report(app, render_sheet(sheet), document, sheet, how)
+            return show_report(app, document, sheet_of_runs(document), how)
         document = summary_of(app, ledger, cast("Run", found))
-    return show_report(app, render_report(document), document, sheet_of_run(document), how)
+    return show_report(app, document, sheet_of_run(document), how)
 
 
 def begun_since(text: str, now: str) -> str:
@@ -16845,7 +16814,7 @@ def summary_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
 
 
 def show_report(
-    app: App, text: str, document: dict[str, Any], sheet: Sheet, how: Mapping[str, Any]
+    app: App, document: dict[str, Any], sheet: Sheet, how: Mapping[str, Any]
 ) -> ExitCode:
     """Write a report in the form that was asked for."""
     if how["html"]:
@@ -16854,7 +16823,9 @@ def show_report(
         content = render_html(sheet._replace(parts=parts), app.host.now()).encode()
         write_atomically(path, content, mode=0o666)
         text, document = f"written: {path}", {"html": str(path), "bytes": len(content)}
-    app.console.result(render_markdown(sheet) if how["markdown"] else text, document)
+    else:
+        text = render_markdown(sheet) if how["markdown"] else render_sheet(sheet)
+    app.console.result(text, document)
     return ExitCode.DONE
 
 
