@@ -14791,62 +14791,48 @@ def summarise_job(
     standing: Standing,
     success: Run | None,
     refused: int,
+    *,
     stuck: Sequence[Finding] = (),
     rate: float = 0.0,
+    stalls: Finding | None = None,
+    late: str = "",
+    left_open: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]:
-    """Return how a job stands as one JSON document; `rate`: records a second of one that runs."""
+    """Return how a job stands as one JSON document.
+
+    `stuck` are its cleanups that need somebody, `rate` is the records a second of a run that goes
+    on, `stalls` and `late` say that it is so, `left_open` counts unknown operations and rejects.
+    """
     left = max(0, run.expected - run.read) / rate if run and run.expected and rate else None
+    again = late and (run is None or standing.state in FINISHED) and f"batchrun run {job}"
+    ended = success and (success.created_at, success.ended_at or success.created_at)
+    of_run = ("reason", "read", "expected", "rejected", "batches", "error", "paused_s")
     return {
         "job": job,
         "run": run and run.id,
         "rollback_of": run and run.rollback_of,
         "state": standing.state if run else "never run",
-        "reason": run.reason if run else "",
+        **{name: run and getattr(run, name) for name in of_run},
         "since": run and run.changed_at,
-        "read": run and run.read,
-        "expected": run and run.expected,
-        "rejected": run and run.rejected,
-        "batches": run and run.batches,
         "records_per_s": round(rate, 1),
         "left_s": left and round(left, 1),
         "last_success": success and success.ended_at,
-        "refused_since_success": refused,
-        "error": run and run.error,
-        "why": standing.why,
-        "next": standing.todo,
-        "needs_someone": standing.needs_someone or bool(stuck),
-        "cleanups": [finding._asdict() for finding in stuck],
-        "deferred_since": run and run.deferred and run.deferred["at"],
-        "paused_s": run and run.paused_s,
-        "leaks": [],
-        "stalled": "",
-        "late": "",
-    }
-
-
-def summarise_trouble(
-    made: dict[str, Any],
-    success: Run | None,
-    stuck_run: Finding | None,
-    late: str,
-    left_open: tuple[int, int],
-) -> dict[str, Any]:
-    """Return a job's document with what may be told of it, and what to type then."""
-    again = late and made["state"] in (*FINISHED, "never run") and f"batchrun run {made['job']}"
-    ended = success and (success.created_at, success.ended_at or success.created_at)
-    return {
-        **made,
-        "next": stuck_run.todo if stuck_run else again or made["next"],
-        "needs_someone": made["needs_someone"] or bool(stuck_run or late),
-        "stalled": f"{stuck_run.what}; {stuck_run.why}" if stuck_run else "",
-        "late": late,
         "last_success_elapsed_s": ended and seconds_between(*ended),
+        "refused_since_success": refused,
+        "why": standing.why,
+        "next": stalls.todo if stalls else again or standing.todo,
+        "needs_someone": standing.needs_someone or bool(stuck or stalls or late),
+        "cleanups": as_documents(stuck),
+        "deferred_since": run and run.deferred and run.deferred["at"],
+        "leaks": [],
+        "stalled": f"{stalls.what}; {stalls.why}" if stalls else "",
+        "late": late,
         "unknown_operations": left_open[0],
         "open_rejects": left_open[1],
     }
 
 
-def as_documents(findings: list[Finding]) -> list[dict[str, str]]:
+def as_documents(findings: Iterable[Finding]) -> list[dict[str, str]]:
     """Return findings as JSON has them."""
     return [finding._asdict() for finding in findings]
 
@@ -15144,9 +15130,12 @@ def about_run(job: dict[str, Any], now: str) -> Iterator[tuple[str, str]]:
     for row in map(row_of_attempt, about["attempts"][-ATTEMPTS_SHOWN:]):
         yield "attempt", "{}  {}  {}: {}, commits {}, peak {}".format(*row[:6])
     if about["reading"]:
-        yield "reading", f"{reading_text(about['reading'])}, {ago_text(about['reading'], now)}"
+        yield (
+            "reading",
+            f"{reading_text(about['reading'])}, {age_text(about['reading']['at'], now)} ago",
+        )
     if check := about["health_check"]:
-        yield "health", f"{check['verdict']}, {ago_text(check, now)}"
+        yield "health", f"{check['verdict']}, {age_text(check['at'], now)} ago"
         yield from ((name, check[name]) for name in FACTORS)
     for name in ("operations", "rejects", "cleanups"):
         if about[name]:
@@ -15154,11 +15143,6 @@ def about_run(job: dict[str, Any], now: str) -> Iterator[tuple[str, str]]:
 
 
 ATTEMPTS_SHOWN = 4
-
-
-def ago_text(row: Mapping[str, Any], now: str) -> str:
-    """Return how long ago a row was made."""
-    return f"{age_text(row['at'], now)} ago"
 
 
 def speed_text(job: dict[str, Any]) -> list[str]:
@@ -15228,7 +15212,7 @@ def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
         "attempts": list(map(summarise_attempt, attempts)),
         "last_commit": last and last.at,
         "batch_median_s": times[len(times) // 2] if times else None,
-        "batch_p95_s": times[int(len(times) * 0.95)] if times else None,
+        "batch_p95_s": ledger.slow_batch_s(run) or None,
         "course": course_text(run, last),
         "reading": reading[0]._asdict() if reading else None,
         "health_check": check[0]._asdict() if check else None,
@@ -16710,16 +16694,17 @@ def stand(
     run = ledger.latest(name) if name in app.config.jobs else app.find_run(ledger, name)
     job = run.job if run else name
     stands = standing(ledger, run, app.host) if run else never_run(job)
-    tags = app.config.jobs[job].tags if job in app.config.jobs else ()
-    closed = lockfile is not None and closes(lockfile.scopes, job, tags)
-    found = [stuck_cleanup(ledger, cleanup) for cleanup in stuck if cleanup.job == job]
-    rate = ledger.rate(run) if run and run.state in OWNED else 0.0
-    numbers = ledger.last_success(job), ledger.refused_since_success(job)
-    made = summarise_job(job, run, closed_standing(stands, closed=closed), *numbers, found, rate)
-    known = app.config.jobs.get(job)
-    stuck_run = known and stalled(ledger, known, run, app.host)
-    missed = late(ledger, known, app.host, lockfile) if known else ""
-    made = summarise_trouble(made, numbers[0], stuck_run, missed, ledger.left_open(job))
+    known, success = app.config.jobs.get(job), ledger.last_success(job)
+    closed = lockfile is not None and closes(lockfile.scopes, job, known.tags if known else ())
+    made = summarise_job(
+        *(job, run, closed_standing(stands, closed=closed), success),
+        ledger.refused_since_success(job),
+        stuck=[stuck_cleanup(ledger, cleanup) for cleanup in stuck if cleanup.job == job],
+        rate=ledger.rate(run) if run and run.state in OWNED else 0.0,
+        stalls=stalled(ledger, known, run, app.host) if known else None,
+        late=late(ledger, known, app.host, lockfile) if known else "",
+        left_open=ledger.left_open(job),
+    )
     if run and more:
         about = {"about": summarise_about(ledger, run, app.host), **more(app, ledger, run)}
         obstacles = about.pop("obstacles", [])
@@ -16786,21 +16771,12 @@ def report_command(app: App, *, run: str | None, number: int | None, **how: Any)
     with app.ledger(write=False) as ledger:
         found = app.find_run(ledger, run) if run else None
         if how["since"]:
-            since = begun_since(how["since"], app.host.now())
+            since = moment_of("--since", how["since"], app.host.now())
             rows = ledger.summaries(since, found and found.job, COMPARED_MOST)
             document = summarise_runs(rows, since, found and found.job)
             return show_report(app, document, sheet_of_runs(document), how)
         document = summary_of(app, ledger, cast("Run", found))
     return show_report(app, document, sheet_of_run(document), how)
-
-
-def begun_since(text: str, now: str) -> str:
-    """Return the moment that lies a duration before now."""
-    try:
-        ago_ns = int(parse_duration(text) * 1_000_000_000)
-    except ValueError as error:
-        raise ConfigurationError(f"--since {text!r}: {error}", todo="Write: --since 30d") from error
-    return utc_text(max(0, int(datetime.fromisoformat(now).timestamp() * 1e9) - ago_ns))
 
 
 def summary_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
@@ -16844,7 +16820,7 @@ def logs_command(app: App, *, run: str, follow: bool, level: str, since: str | N
     """Show what a run's job logged and printed, and what batchrun did, in order."""
     if (least := LEVELS.get(level.upper())) is None:
         raise ConfigurationError(f"--level {level!r} is none of {', '.join(LEVELS)}.")
-    after = parse_past(since, app.host.now()) if since else ""
+    after = moment_of("--since", since, app.host.now()) if since else ""
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         for line in log_lines(app, run, follow=follow):
             if line.at >= after and LEVELS.get(line.level, LEVELS["INFO"]) >= least:
@@ -17016,37 +16992,30 @@ def scopes_of(
 
 
 def parse_until(text: str, now: str) -> str:
-    """Return when a maintenance ends as UTC text: "+30m", or a moment, local without a zone."""
-    begun = datetime.fromisoformat(now)
-    try:
-        if text.startswith("+"):
-            moment = begun + timedelta(seconds=parse_duration(text[1:]))
-        else:
-            moment = datetime.fromisoformat(text).astimezone()
-    except (ValueError, OverflowError) as error:
-        what = f"--until {text!r} is neither a duration nor a moment."
-        todo = "Write: --until +30m, or --until 2026-01-31T17:30"
-        raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo) from error
-    if moment <= begun:
+    """Return when a maintenance ends, which is to come."""
+    moment = moment_of("--until", text, now, sign="+")
+    if moment <= now:
         what = f"--until {text!r} has passed."
         raise ConfigurationError(what, unchanged="Nothing was changed.")
-    return utc_of(moment)
+    return moment
 
 
-def utc_of(moment: datetime) -> str:
-    """Return a moment as UTC text."""
-    return utc_text(int(moment.timestamp() * 1000) * 1_000_000)
+def moment_of(option: str, text: str, now: str, sign: str = "") -> str:
+    """Return a moment as UTC text: a duration before now, with sign "+" after it, or a time.
 
-
-def parse_past(text: str, now: str) -> str:
-    """Return a moment in the past as UTC text: "2h" ago, or a moment, local without a zone."""
-    try:
-        return utc_of(datetime.fromisoformat(now) - timedelta(seconds=parse_duration(text)))
-    except (ValueError, OverflowError):
-        with contextlib.suppress(ValueError, OverflowError):
-            return utc_of(datetime.fromisoformat(text).astimezone())
-    what = f"--since {text!r} is neither a duration nor a moment."
-    raise ConfigurationError(what, todo="Write: --since 2h, or --since 2026-01-31T17:30")
+    A time without a zone is local.
+    """
+    with contextlib.suppress(ValueError, OverflowError):
+        try:
+            seconds = parse_duration(text.removeprefix(sign))
+            begun = datetime.fromisoformat(now)
+            moment = begun + timedelta(seconds=seconds if sign else -seconds)
+        except ValueError:
+            moment = datetime.fromisoformat(text).astimezone()
+        return utc_text(max(0, int(moment.timestamp() * 1000)) * 1_000_000)
+    what = f"{option} {text!r} is neither a duration nor a moment."
+    todo = f"Write: {option} {sign}30m, or {option} 2026-01-31T17:30"
+    raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo)
 
 
 @command(

@@ -451,8 +451,9 @@ def test_runs_since_a_moment_are_compared_in_each_form(shop: Project) -> None:
         ("report drain --html a.html", "A drain has no such report.\nWrite: batchrun report drain"),
         (
             "report --since 30",
-            """--since '30': a duration with its unit is wanted, such as "90s", "3m" or "1h30m"
-Write: --since 30d""",
+            """--since '30' is neither a duration nor a moment.
+Nothing was changed.
+Write: --since 30m, or --since 2026-01-31T17:30""",
         ),
     ],
 )

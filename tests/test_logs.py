@@ -112,6 +112,7 @@ def test_only_lines_of_a_level_and_since_a_moment_are_shown(project: Project) ->
         "at"
     ]
     assert texts(project, "--since", at, "--level", "WARNING") == warned
+    assert texts(project, "--since", "400000d", "--level", "ERR")  # 1,095 years: since ever
 
 
 @pytest.mark.parametrize(
