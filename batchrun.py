@@ -1227,8 +1227,8 @@ class Systemd:
 
 
 def utc_text(moment_ns: int) -> str:
-    """Return nanoseconds since 1970 as UTC text with milliseconds."""
-    seconds, rest_ns = divmod(moment_ns, 1_000_000_000)
+    """Return nanoseconds since 1970 as UTC text with milliseconds, in order: of 1970 to 9999."""
+    seconds, rest_ns = divmod(min(max(moment_ns, 0), 253_402_300_799_999_999_999), 1_000_000_000)
     text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return f"{text}.{rest_ns // 1_000_000:03d}Z"
 
@@ -2410,9 +2410,23 @@ def mask_secrets(text: str) -> str:
     return _masked_by_form(text)
 
 
-def log_text(at: str, level: str, text: str) -> str:
-    """Return text as it stands in a run's log: each line with its time and level, no secret."""
-    return "\n".join(f"{at} {level} {line}" for line in mask_secrets(text).split("\n"))
+_BEGUN = list[str]()  # the level of the log's last line, if that is not at its end
+
+
+def write_log(at: str, level: str, text: str, *, ends: bool = True) -> None:
+    """Write text to a run's log, which is standard error: each line with its time and level.
+
+    Without a secret and what commands a terminal. It never fails who writes. If it does not end its
+    last line, the next text of its level goes on there, and one of another below it.
+    """
+    lines = "\n".join(f"{at} {level} {line}" for line in mask_secrets(text).split("\n"))
+    if level in _BEGUN:
+        lines = lines.partition(f" {level} ")[2]
+    elif _BEGUN:
+        lines = f"\n{lines}"
+    _BEGUN[:] = [] if ends else [level]
+    with contextlib.suppress(OSError):
+        write_all(2, (visible(lines) + "\n" * ends).encode())
 
 
 def _masked_by_form(text: str) -> str:
@@ -6030,7 +6044,7 @@ class Maintenance:
             why = f"it cannot be looked at: {error.strerror}"
             return Lockfile(0, 0, "", "somebody", why, None, [], "")
         said = self._contents() if stat.S_ISREG(found.st_mode) else {}
-        since, until = _moment_text(found.st_mtime_ns), _moment(said.get("until"))
+        since, until = utc_text(found.st_mtime_ns), _moment(said.get("until"))
         return Lockfile(
             device=found.st_dev & sys.maxsize,  # some are unsigned, SQLite's integers are not
             inode=found.st_ino & sys.maxsize,
@@ -6198,18 +6212,13 @@ def _one_line(value: object) -> str:
     return " ".join(text.split())[:200]
 
 
-def _moment_text(moment_ns: int) -> str:
-    """Return a moment as UTC text, held within the years that can be calculated with."""
-    return utc_text(min(max(moment_ns, 0), 253_402_300_799_999_999_999))
-
-
 def _moment(value: object) -> str | None:
     """Return a moment with its zone as UTC text, or None if it is none."""
     try:
         moment = datetime.fromisoformat(value if isinstance(value, str) else "")
     except ValueError:
         return None
-    return _moment_text(int(moment.timestamp() * 1000) * 1_000_000) if moment.tzinfo else None
+    return utc_text(int(moment.timestamp() * 1000) * 1_000_000) if moment.tzinfo else None
 
 
 def _scopes(value: object) -> list[str]:
@@ -8607,7 +8616,7 @@ class Context(Generic[S]):
         class Lines(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
                 try:
-                    write_line(2, log_text(host.now(), record.levelname, self.format(record)))
+                    write_log(host.now(), record.levelname, self.format(record))
                 except Exception:  # noqa: BLE001 - logging's rule: no log line fails a program
                     self.handleError(record)
 
@@ -12232,7 +12241,7 @@ class Worker:
         words = [mask_secrets(word).removesuffix(".") for pair in whole for word in pair]
         short = [shortened(word) for word in words]
         if short != words:
-            write_line(2, log_text(self._host.now(), "ERROR", f"Rejected: {': '.join(words)}"))
+            write_log(self._host.now(), "ERROR", f"Rejected: {': '.join(words)}")
         first = [f", the first{of_whom}: {': '.join(short)}"] * bool(words)
         undone = "The batch is not committed; commit" if link else "No commit was undone; commit"
         raise TooManyRejects(
@@ -12516,7 +12525,7 @@ def log_traceback(error: BaseException) -> None:
     import traceback  # only when something went wrong
 
     text = "".join(traceback.format_exception(error)).rstrip("\n")
-    write_line(2, log_text(Host().now(), "ERROR", text))
+    write_log(Host().now(), "ERROR", text)
 
 
 # -- the log -------------------------------------------------------------------------------
@@ -12530,7 +12539,6 @@ class LogStream(io.RawIOBase):
 
     def __init__(self, level: str, host: Host) -> None:
         self._level, self._host = level, host
-        self._is_open = False  # whether the last line is not at its end yet
 
     def writable(self) -> bool:
         """Tell what it is for."""
@@ -12544,12 +12552,8 @@ class LogStream(io.RawIOBase):
         """Write text that io.TextIOWrapper has encoded."""
         if not (text := bytes(content).decode(errors="replace")):
             return 0
-        lines = log_text(self._host.now(), self._level, text.removesuffix("\n"))
-        if self._is_open:
-            lines = lines.partition(f" {self._level} ")[2]
-        self._is_open = not text.endswith("\n")
-        with contextlib.suppress(OSError):
-            write_all(2, f"{visible(lines)}{'' if self._is_open else chr(10)}".encode())
+        ends = text.endswith("\n")
+        write_log(self._host.now(), self._level, text.removesuffix("\n"), ends=ends)
         return len(content)
 
 
@@ -12627,7 +12631,7 @@ def worker_main() -> NoReturn:
         log_traceback(error)
     finally:
         if not recorded:
-            write_line(2, log_text(Host().now(), "ERROR", letter_text(end)))
+            write_log(Host().now(), "ERROR", letter_text(end))
             write_line(order.last_words, json.dumps(end._asdict()))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -12798,7 +12802,7 @@ def in_no_way() -> Iterator[None]:
         yield
     except OutcomeUnknown:
         raise
-    except (StateDirectoryError, Busy):
+    except (StateDirectoryError, Busy, OSError):
         pass
 
 
@@ -16392,8 +16396,8 @@ class App:
                     alerts.deliver()
                 if self.config.metrics_folder:
                     write_metrics(self.config.metrics_folder, self.metrics(ledger))
-        except (BatchrunError, OSError) as error:
-            self.console.say(f"not everybody was told: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run has ended as it has
+            self.console.say(f"warning: not everybody was told: {error}")
 
     def metrics(self, ledger: Ledger) -> str:
         """Return how all jobs stand, as Prometheus reads it."""
@@ -16628,7 +16632,7 @@ class Screen:
             write_all(1, text.encode(encoding, "replace"))
             while self._host.monotonic() < until and size == self._host.terminal_size(1):
                 if select.select([0], [], [], LOOK_EVERY_S)[0]:
-                    return os.read(0, 100) not in (b"", b"q", b"Q")
+                    return bool(typed := os.read(0, 100)) and b"q" not in typed.lower()
         except OSError:  # the terminal is gone
             return False
         return True
@@ -17012,7 +17016,7 @@ def moment_of(option: str, text: str, now: str, sign: str = "") -> str:
             moment = begun + timedelta(seconds=seconds if sign else -seconds)
         except ValueError:
             moment = datetime.fromisoformat(text).astimezone()
-        return utc_text(max(0, int(moment.timestamp() * 1000)) * 1_000_000)
+        return utc_text(int(moment.timestamp() * 1000) * 1_000_000)
     what = f"{option} {text!r} is neither a duration nor a moment."
     todo = f"Write: {option} {sign}30m, or {option} 2026-01-31T17:30"
     raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo)

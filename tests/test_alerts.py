@@ -562,6 +562,18 @@ def test_a_webhook_that_hangs_changes_neither_exit_code_nor_letter_and_a_refusal
     assert len(deliveries(project)) == 1
 
 
+def test_whatever_goes_wrong_with_telling_changes_no_exit_code(project: Project) -> None:
+    alert(project, COMMAND)
+    path = project.folder / "batchrun.toml"
+    path.write_text(path.read_text().replace("[jobs.sync]", '[jobs.sync]\nexpect_every = "1d"'))
+    assert project.run("run", "sync") == Ended(0, "", "")
+    with closing(apsw.Connection(str(project.state / "ledger.db"))) as ledger:
+        ledger.execute("UPDATE run SET ended_at = 'yesterday'")
+    ended = project.run("-v", "run", "sync", "--batches", "1")
+    assert ended.code == 75
+    assert "warning: not everybody was told: Invalid isoformat string: 'yesterday'" in ended.err
+
+
 def test_a_command_is_not_called_with_the_supervisors_stops_blocked(project: Project) -> None:
     words = '["cp", "/proc/self/status", "status.txt"]'  # no shell: that unblocks them by itself
     alert(project, f"[alerts]\ncommand = {words}\n", before_8=RAISES)

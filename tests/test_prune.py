@@ -95,6 +95,14 @@ def test_nothing_goes_while_everything_is_kept_for_ever(place: Place) -> None:
     assert place.left() == ["old", "newer"]
 
 
+@pytest.mark.parametrize("days", [5e5, 1e9])
+def test_what_is_kept_for_a_thousand_years_stays(place: Place, days: float) -> None:
+    place.run("old")
+    place.run("newest")
+    assert place.prune(days * 86_400)[:2] == ("1970-01-01T00:00:00.000Z", [])
+    assert place.left() == ["old", "newest"]
+
+
 def test_a_few_at_a_time_the_newest_first(place: Place) -> None:
     for number in range(5):
         place.run(f"r{number}")
