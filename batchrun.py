@@ -3551,6 +3551,7 @@ CLAIM = """INSERT INTO operation
   WHERE outcome = 'freed' RETURNING id"""
 DONE, CONFIRMED, FREED = "done", "confirmed", "freed"
 DELIVERY_TRIES, DELIVERIES_AT_ONCE = 12, 32
+TRIED = "SELECT count(*), coalesce(max(at), '') FROM delivery WHERE alert = ? AND way = ?"
 DELIVERY_WAITS_S = (60, 240, 960, 3600)  # between two tries; the last one again and again
 # The rejects of a run (?1) and of its retries, numbered over all of them.
 REJECTS = """SELECT * FROM (
@@ -4338,21 +4339,15 @@ class Ledger:
         if not self.alerts("pending <> '[]'"):
             return []
         with self._writing():
-            found = [(a, way) for a in self.alerts("pending <> '[]'") for way in a.pending]
-            for alert, way in found:
+            due, new = list[Delivery](), {"at": self._host.now(), "error": CUT_OFF}
+            for alert, way in ((a, w) for a in self.alerts("pending <> '[]'") for w in a.pending):
+                [(tries, last)] = self._rows(TRIED, alert.id, way)
                 if not can(way, alert):
                     self._end_way(alert, way)
-            tried = ((a, way, *self._tried(a, way)) for a, way in found if can(way, a))
-            due = [row[:3] for row in tried if self._is_due(*row[2:])][:DELIVERIES_AT_ONCE]
-            new = {"at": self._host.now(), "error": CUT_OFF}
-            return [
-                Delivery(self._insert("delivery", alert=a.id, way=way, **new), a, way, tries + 1)
-                for a, way, tries in due
-            ]
-
-    def _tried(self, alert: Alert, way: str) -> tuple[int, str]:
-        sql = "SELECT count(*), coalesce(max(at), '') FROM delivery WHERE alert = ? AND way = ?"
-        return cast("tuple[int, str]", self._rows(sql, alert.id, way)[0])
+                elif self._is_due(tries, last) and len(due) < DELIVERIES_AT_ONCE:
+                    key = self._insert("delivery", alert=alert.id, way=way, **new)
+                    due.append(Delivery(key, alert, way, tries + 1))
+            return due
 
     def _is_due(self, tries: int, last: str) -> bool:
         """Tell whether a wait is over; also if somebody has set the clock back meanwhile."""
@@ -15004,7 +14999,21 @@ def render_drained(run: dict[str, Any], *, ended: bool) -> str:
     return f"  {run['stands']:<11} {run['job']}: {where}{by}{todo}"
 
 
-# Columns of the table of jobs, in the order in which a narrow terminal does without them.
+# A column of the table of jobs -> its cell, of how a job stands at a moment; `-`: nothing.
+STATUS: dict[str, Callable[[dict[str, Any], str], str]] = {
+    "job": lambda job, _: "! " * job["needs_someone"] + job["job"],
+    "state": lambda job, _: state_text(job),
+    "for": lambda job, now: age_text(job["since"], now),
+    "batches": lambda job, _: number_text(job["batches"]),
+    "records": lambda job, _: number_text(job["read"]),
+    "of": lambda job, _: number_text(job["expected"] or None),
+    "done": lambda job, _: share_text(job["read"], job["expected"]) if job["expected"] else "-",
+    "rate": lambda job, _: f"{job['records_per_s']:,.0f}/s" if job["records_per_s"] else "-",
+    "left": lambda job, _: duration_text(job["left_s"]) if job["left_s"] is not None else "-",
+    "success": lambda job, now: age_text(job["last_success"], now, " ago"),
+    "skipped": lambda job, _: number_text(job["refused_since_success"] or None),
+}
+# The order in which a narrow terminal does without them.
 NARROWED = ("batches", "of", "skipped", "rate", "done", "success", "left")
 LEAST_NAME = 20
 NOTHING_TO_DO = ("batchrun report", "batchrun pause")
@@ -15015,8 +15024,8 @@ def render_status(jobs: list[dict[str, Any]], now: str, columns: int = 0) -> str
 
     `!` stands before a job that needs someone. `columns`: the width of the terminal, 0 if none.
     """
-    head = "job state for batches records of done rate left success skipped"
-    table = fit_table([head.split(), *(status_row(job, now) for job in jobs)], columns)
+    rows = ([cell(job, now) for cell in STATUS.values()] for job in jobs)
+    table = fit_table([list(STATUS), *rows], columns)
     deferred = [
         f"deferred: {job['job']}, for {age_text(job['deferred_since'], now)}"
         for job in jobs
@@ -15031,22 +15040,9 @@ def render_status(jobs: list[dict[str, Any]], now: str, columns: int = 0) -> str
     return "\n".join([table, *deferred, *loud, *todos, *stuck])
 
 
-def status_row(job: dict[str, Any], now: str) -> list[str]:
-    """Return the cells of a job in the table; `-` stands for nothing."""
-    read, expected, success = job["read"], job["expected"], job["last_success"]
-    return [
-        "! " * job["needs_someone"] + job["job"],
-        state_text(job),
-        age_text(job["since"], now),
-        f"{job['batches'] or 0:,}" if job["run"] else "-",
-        "-" if read is None else f"{read:,}",
-        f"{expected:,}" if expected else "-",
-        f"{min(1.0, read / expected):.0%}" if expected else "-",
-        f"{job['records_per_s']:,.0f}/s" if job["records_per_s"] else "-",
-        duration_text(job["left_s"]) if job["left_s"] is not None else "-",
-        f"{age_text(success, now)} ago" if success else "-",
-        str(job["refused_since_success"] or "-"),
-    ]
+def share_text(read: int, expected: int) -> str:
+    """Return how much of what is expected was read; of a source that grew, all of it."""
+    return f"{min(1.0, read / expected):.0%}"
 
 
 def fit_table(rows: list[list[str]], columns: int) -> str:
@@ -15095,11 +15091,9 @@ def render_stuck(job: dict[str, Any]) -> list[str]:
     return [f"{c['what']}: {c['why']}\nto type: {c['todo']}" for c in job["cleanups"]]
 
 
-def age_text(at: str | None, now: str) -> str:
+def age_text(at: str | None, now: str, ago: str = "") -> str:
     """Return how long ago a moment was, for people, or `-`."""
-    if not at:
-        return "-"
-    return duration_text(max(0.0, seconds_between(at, now)))
+    return f"{duration_text(max(0.0, seconds_between(at, now)))}{ago}" if at else "-"
 
 
 def render_one_status(job: dict[str, Any], now: str) -> str:
@@ -15177,9 +15171,9 @@ def render_live(job: dict[str, Any], now: str, columns: int, bars: str) -> list[
     width = max(8, columns - 32)
     lines = [f"{job['job']}: {state_text(job)} for {age_text(job['since'], now)}", ""]
     if job["expected"]:
-        done = width * min(job["read"], job["expected"]) // job["expected"]
-        share = min(1.0, job["read"] / job["expected"])
-        lines.append(f"[{'#' * done:-<{width}}] {share:4.0%}  {' '.join(speed_text(job)[1:])}")
+        so_far = (job["read"], job["expected"])
+        left = " ".join(speed_text(job)[1:])
+        lines.append(f"{bar_text(*so_far, width)} {share_text(*so_far):>4}  {left}")
     shown = ("run", "records", "batches", "loops", "reading", "health", *FACTORS, "operations")
     lines += [f"{name:<13} {line}" for name, line in about_run(job, now) if name in shown]
     for name, gauge in (("memory", "rss_bytes"), ("connections", "connections")):
@@ -15379,8 +15373,12 @@ def progress_line(run: Run, rate: float, columns: int) -> str:
     width = min(BAR_WIDTH, columns - len(f"{run.job} [] {words}"))
     if width < 8 or not run.expected:
         return f"{run.job} {words}"[:columns]
-    done = "#" * (width * min(run.read, run.expected) // run.expected)
-    return f"{run.job} [{done:-<{width}}] {words}"
+    return f"{run.job} {bar_text(run.read, run.expected, width)} {words}"
+
+
+def bar_text(read: int, expected: int, width: int) -> str:
+    """Return a bar of so many letters, and its ends: how far it is."""
+    return f"[{'#' * (width * min(read, expected) // expected):-<{width}}]"
 
 
 def progress_text(run: Run, rate: float) -> str:
@@ -15390,10 +15388,8 @@ def progress_text(run: Run, rate: float) -> str:
         return f"{run.read:>12,} records {speed}"
     left_s = max(0, run.expected - run.read) / rate if rate else 0
     left = f"{duration_text(left_s):>6} left" if left_s else " " * 11
-    share = min(1.0, run.read / run.expected)
-    return (
-        f"{share:4.0%}  {run.read:>{len(f'{run.expected:,}')},} of {run.expected:,} {speed} {left}"
-    )
+    read = f"{run.read:>{len(f'{run.expected:,}')},} of {run.expected:,}"
+    return f"{share_text(run.read, run.expected):>4}  {read} {speed} {left}"
 
 
 # -- units of systemd, lines of cron ---------------------------------------------------------------
@@ -17640,6 +17636,9 @@ def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) 
         "Name a job or --tick, not both.": bool(job) == asked["tick"],
         "--tick comes every five minutes; it takes no --every.": asked["tick"] and every,
         "--every and --on-failure take one line of text.": not f"{every}{on_failure}".isprintable(),
+        "--every is not the five fields of cron.": (
+            asked["cron"] and len(EVERY.get(every or "daily", ("", every))[1].split()) != 5
+        ),
         "--cron only prints a line.": asked["cron"] and (asked["install"] or on_failure),
         "--force is for --install.": asked["force"] and not asked["install"],
         f"The path {words[0]} or {config.path} cannot stand in a unit or crontab.": (
