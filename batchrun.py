@@ -14805,13 +14805,12 @@ def summarise_job(
     left = max(0, run.expected - run.read) / rate if run and run.expected and rate else None
     again = late and (run is None or standing.state in FINISHED) and f"batchrun run {job}"
     ended = success and (success.created_at, success.ended_at or success.created_at)
-    of_run = ("reason", "read", "expected", "rejected", "batches", "error", "paused_s")
+    kept = ("rollback_of", "reason", "read", "expected", "rejected", "batches", "error", "paused_s")
     return {
         "job": job,
         "run": run and run.id,
-        "rollback_of": run and run.rollback_of,
         "state": standing.state if run else "never run",
-        **{name: run and getattr(run, name) for name in of_run},
+        **{name: run and getattr(run, name) for name in kept},
         "since": run and run.changed_at,
         "records_per_s": round(rate, 1),
         "left_s": left and round(left, 1),
@@ -15100,16 +15099,21 @@ def render_one_status(job: dict[str, Any], now: str) -> str:
     """Return how one job stands, on one screen: what is known, why, and the line to type."""
     since = f" since {moment_text(job['since'])}" if job["since"] else ""
     lines = [f"{job['job']}: {state_text(job)}{since}"]
-    if job["run"]:
-        lines += [f"  {name:<12}  {line}" for name, line in about_run(job, now)]
-    lines.append(f"  last success  {moment_text(job['last_success'])}")
-    lines.append(f"  skipped       {job['refused_since_success']} starts since")
-    lines += [f"  {kind:12}  {job[kind]}" for kind in ("stalled", "late") if job[kind]]
-    lines += [f"  leak          {line}" for line in job["leaks"]]
-    if job["paused_s"]:
-        lines.append(f"  paused        {duration_text(job['paused_s'])} by health")
-    lines += [f"  why           {line}" for line in job["why"].splitlines()]
+    lines += [f"  {name:<12}  {line}" for name, line in about_job(job, now)]
     return "\n".join([*lines, f"to type: {job['next']}", *render_stuck(job)])
+
+
+def about_job(job: dict[str, Any], now: str) -> Iterator[tuple[str, str]]:
+    """Yield what is known of a job, line by line: its name and its words."""
+    if job["run"]:
+        yield from about_run(job, now)
+    yield "last success", moment_text(job["last_success"])
+    yield "skipped", f"{job['refused_since_success']} starts since"
+    yield from ((kind, job[kind]) for kind in ("stalled", "late") if job[kind])
+    yield from (("leak", line) for line in job["leaks"])
+    if job["paused_s"]:
+        yield "paused", f"{duration_text(job['paused_s'])} by health"
+    yield from (("why", line) for line in job["why"].splitlines())
 
 
 def about_run(job: dict[str, Any], now: str) -> Iterator[tuple[str, str]]:
@@ -15162,6 +15166,7 @@ def reading_text(reading: Mapping[str, Any]) -> str:
     return ", ".join(words) or "nothing could be seen"
 
 
+NOT_LIVE = ("attempts", "attempt", "last success", "skipped", "rejects", "cleanups")
 LIVE_ROWS = 60  # of the newest readings and events
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 
@@ -15174,13 +15179,11 @@ def render_live(job: dict[str, Any], now: str, columns: int, bars: str) -> list[
         so_far = (job["read"], job["expected"])
         left = " ".join(speed_text(job)[1:])
         lines.append(f"{bar_text(*so_far, width)} {share_text(*so_far):>4}  {left}")
-    shown = ("run", "records", "batches", "loops", "reading", "health", *FACTORS, "operations")
-    lines += [f"{name:<13} {line}" for name, line in about_run(job, now) if name in shown]
+    lines += [f"{name:<13} {line}" for name, line in about_job(job, now) if name not in NOT_LIVE]
     for name, gauge in (("memory", "rss_bytes"), ("connections", "connections")):
         if any(values := [value or 0 for value in job["live"][gauge][-width:]]):
             most = size_text(max(values)) if gauge == "rss_bytes" else f"{max(values)}"
             lines.append(f"{name:<13} {sparkline(values, bars)}  at most {most}")
-    lines += [f"{'why':<13} {line}" for line in job["why"].splitlines()]
     return [*lines, f"to type: {job['next']}"]
 
 
@@ -16881,7 +16884,7 @@ def maintenance_on_command(
 ) -> ExitCode:
     """Close the door: nothing new starts, what runs goes on."""
     closed = scopes_of(app.config, **scopes)
-    moment = parse_until(until, app.host.now()) if until else None
+    moment = moment_of("--until", until, app.host.now(), sign="+") if until else None
     words = {"by": by or app.who, "reason": mask_secrets(reason)}
     with app.ledger(write=True, create=True) as ledger:
         begin = app.state.maintenance.begin
@@ -16991,19 +16994,10 @@ def scopes_of(
     return scopes
 
 
-def parse_until(text: str, now: str) -> str:
-    """Return when a maintenance ends, which is to come."""
-    moment = moment_of("--until", text, now, sign="+")
-    if moment <= now:
-        what = f"--until {text!r} has passed."
-        raise ConfigurationError(what, unchanged="Nothing was changed.")
-    return moment
-
-
 def moment_of(option: str, text: str, now: str, sign: str = "") -> str:
-    """Return a moment as UTC text: a duration before now, with sign "+" after it, or a time.
+    """Return a moment as UTC text: a duration before now, or a time; local without a zone.
 
-    A time without a zone is local.
+    With sign "+" it is a duration after now, and is to come.
     """
     with contextlib.suppress(ValueError, OverflowError):
         try:
@@ -17012,7 +17006,10 @@ def moment_of(option: str, text: str, now: str, sign: str = "") -> str:
             moment = begun + timedelta(seconds=seconds if sign else -seconds)
         except ValueError:
             moment = datetime.fromisoformat(text).astimezone()
-        return utc_text(int(moment.timestamp() * 1000) * 1_000_000)
+        found = utc_text(int(moment.timestamp() * 1000) * 1_000_000)
+        if not sign or found > now:
+            return found
+        raise ConfigurationError(f"{option} {text!r} has passed.", unchanged="Nothing was changed.")
     what = f"{option} {text!r} is neither a duration nor a moment."
     todo = f"Write: {option} {sign}30m, or {option} 2026-01-31T17:30"
     raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo)
