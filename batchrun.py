@@ -15981,7 +15981,8 @@ def as_markdown(text: str) -> str:
     line = " ".join(mask_secrets(text).split())
     signs = r"(\*{3})|([\\`*_\[\]<>|#~&])"
     line = re.sub(signs, lambda found: found[1] or f"\\{found[2]}", line)
-    return re.sub(r"^\d+(?=[.)])|^(?=[-+=])", r"\g<0>\\", line)  # else a list or heading begins
+    begun = r"^\d+(?=[.)]\s)|^(?=[-+]\s|--|=)"  # else a list or a heading
+    return re.sub(begun, r"\g<0>\\", line)
 
 
 def as_html(text: str) -> str:

@@ -288,6 +288,7 @@ def test_text_that_would_turn_a_line_around_or_ring_a_bell_is_made_harmless() ->
     assert batchrun.as_html("a\x07\x1b[1m\u202eb\tc\ud800") == shown
     assert batchrun.as_markdown("a\n# b  *c*") == r"a \# b \*c\*"
     starts = {"- a": r"\- a", "+ a": r"\+ a", "1. a": r"1\. a", "2) a": r"2\) a", "==": r"\=="}
+    starts |= {"13.5 ms": "13.5 ms", "-": "-", "-5": "-5", "--": r"\--"}
     assert {start: batchrun.as_markdown(start) for start in starts} == starts
     assert batchrun.as_html("password=hunter2 <b>") == "password=*** &lt;b&gt;"
     assert batchrun.as_html('<a href="x">&') == "&lt;a href=&quot;x&quot;&gt;&amp;"
