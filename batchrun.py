@@ -3269,10 +3269,11 @@ class ImageStore:
 # alert goes once it is closed and told.
 #
 # An *alert* is raised once for what stands: (kind, about) is unique among those not closed. It is
-# closed by the job's next success, which is known by event ids, and is one itself: recovered. What
-# stands is looked at in the transaction that raises and closes. An alert is pending in each way by
-# which it is to be told, until a try arrived or DELIVERY_TRIES did not. A try is a row made before
-# it, with the error CUT_OFF: killed anywhere, an alert is told once at least, and each try is kept.
+# closed when its job is configured no more, or by the job's next success, which is known by event
+# ids, and is one itself: recovered. What stands is looked at in the transaction that raises and
+# closes. An alert is pending in each way by which it is to be told, until a try arrived or
+# DELIVERY_TRIES did not. A try is a row made before it, with the error CUT_OFF: killed anywhere, an
+# alert is told once at least, and each try is kept.
 #
 # A COMMIT that raised may have happened. It is never repeated in the same process: the process
 # ends, and the next start finds out. The connection is not usable in a forked child.
@@ -12840,6 +12841,7 @@ class Alerts:
         over = [a for a in stand if (self._ledger.success_since(a) if a.job else not is_overdue)]
         raised += [self._recovered(job, over) for job in dict.fromkeys(a.job for a in over)]
         raised = [each for each in raised if each.kind in self._config.alerts.on]
+        over += [a for a in stand if a.job and a.job not in self._config.jobs and a not in over]
         return raised + [each for each in ended if self._config.way("ping", each)], over
 
     def _recovered(self, job: str | None, over: Sequence[Alert]) -> Alert:

@@ -330,6 +330,17 @@ def test_a_job_is_late_under_maintenance_too_and_a_forgotten_one_is_told(desk: D
     assert desk.text.startswith("Maintenance is not overdue any more.\nIt was overdue since 20")
 
 
+def test_an_alert_of_a_job_that_is_taken_out_of_the_configuration_stands_no_more(
+    desk: Desk,
+) -> None:
+    desk.end(Ending.RAISED)
+    assert desk.tick() == ["failed"]
+    path = desk.folder / "batchrun.toml"
+    path.write_text(f"{COMMAND}[jobs.other]\n")
+    desk.config = load_config(path)
+    assert [desk.tick(), desk.ledger.alerts()] == [["failed"], []]
+
+
 def test_only_what_on_names_is_told(desk: Desk) -> None:
     path = desk.folder / "batchrun.toml"
     path.write_text(f'{COMMAND}on = ["late", "recovered"]\n[jobs.sync]\n')
