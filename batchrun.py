@@ -67,7 +67,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
-from itertools import chain, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace, UnionType
@@ -1227,8 +1227,8 @@ class Systemd:
 
 
 def utc_text(moment_ns: int) -> str:
-    """Return nanoseconds since 1970 as UTC text with milliseconds."""
-    seconds, rest_ns = divmod(moment_ns, 1_000_000_000)
+    """Return nanoseconds since 1970 as UTC text with milliseconds, in order: of 1970 to 9999."""
+    seconds, rest_ns = divmod(min(max(moment_ns, 0), 253_402_300_799_999_999_999), 1_000_000_000)
     text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return f"{text}.{rest_ns // 1_000_000:03d}Z"
 
@@ -1430,7 +1430,9 @@ def visible(text: str) -> str:
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROLS = re.compile(
+    "[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
 
 
 def occupy_standard_descriptors() -> None:
@@ -2408,9 +2410,23 @@ def mask_secrets(text: str) -> str:
     return _masked_by_form(text)
 
 
-def log_text(at: str, level: str, text: str) -> str:
-    """Return text as it stands in a run's log: each line with its time and level, no secret."""
-    return "\n".join(f"{at} {level} {line}" for line in mask_secrets(text).split("\n"))
+_BEGUN = list[str]()  # the level of the log's last line, if that is not at its end
+
+
+def write_log(at: str, level: str, text: str, *, ends: bool = True) -> None:
+    """Write text to a run's log, which is standard error: each line with its time and level.
+
+    Without a secret and what commands a terminal. It never fails who writes. If it does not end its
+    last line, the next text of its level goes on there, and one of another below it.
+    """
+    lines = "\n".join(f"{at} {level} {line}" for line in mask_secrets(text).split("\n"))
+    if level in _BEGUN:
+        lines = lines.partition(f" {level} ")[2]
+    elif _BEGUN:
+        lines = f"\n{lines}"
+    _BEGUN[:] = [] if ends else [level]
+    with contextlib.suppress(OSError):
+        write_all(2, (visible(lines) + "\n" * ends).encode())
 
 
 def _masked_by_form(text: str) -> str:
@@ -3249,12 +3265,15 @@ class ImageStore:
 # First its copy of the checkpoint goes, so that no rollback of it begins, then its commits in
 # slices; then its files, while no transaction is open; last its row, which alone knows of them. An
 # operation means once ever: its row stays, and its run's with it. Events stay that others refer to,
-# without the run; the newest is the clock.
+# without the run, and the one that says since when a job is expected; the newest is the clock. An
+# alert goes once it is closed and told.
+#
 # An *alert* is raised once for what stands: (kind, about) is unique among those not closed. It is
-# closed by the job's next success, which is known by event ids, and is one itself: recovered. What
-# stands is looked at in the transaction that raises and closes. An alert is pending in each way by
-# which it is to be told, until a try arrived or DELIVERY_TRIES did not. A try is a row made before
-# it, with the error CUT_OFF: killed anywhere, an alert is told once at least, and each try is kept.
+# closed when its job is configured no more, or by the job's next success, which is known by event
+# ids, and is one itself: recovered. What stands is looked at in the transaction that raises and
+# closes. An alert is pending in each way by which it is to be told, until a try arrived or
+# DELIVERY_TRIES did not. A try is a row made before it, with the error CUT_OFF: killed anywhere, an
+# alert is told once at least, and each try is kept.
 #
 # A COMMIT that raised may have happened. It is never repeated in the same process: the process
 # ends, and the next start finds out. The connection is not usable in a forked child.
@@ -3533,6 +3552,7 @@ CLAIM = """INSERT INTO operation
   WHERE outcome = 'freed' RETURNING id"""
 DONE, CONFIRMED, FREED = "done", "confirmed", "freed"
 DELIVERY_TRIES, DELIVERIES_AT_ONCE = 12, 32
+TRIED = "SELECT count(*), coalesce(max(at), '') FROM delivery WHERE alert = ? AND way = ?"
 DELIVERY_WAITS_S = (60, 240, 960, 3600)  # between two tries; the last one again and again
 # The rejects of a run (?1) and of its retries, numbered over all of them.
 REJECTS = """SELECT * FROM (
@@ -3570,7 +3590,8 @@ KIN = """SELECT id, retry_of FROM run WHERE retry_of IS NOT NULL
 ROWS_OF_A_RUN = ("reading", "health_check", "cleanup", "approval", "reject", "batch", "attempt")
 REFERRED = """SELECT admitted FROM attempt WHERE admitted IS NOT NULL AND run IS NOT ?1
   UNION SELECT opened FROM barrier UNION SELECT overdue FROM barrier WHERE overdue IS NOT NULL
-  UNION SELECT closed FROM barrier WHERE closed IS NOT NULL UNION SELECT max(id) FROM event"""
+  UNION SELECT closed FROM barrier WHERE closed IS NOT NULL UNION SELECT max(id) FROM event
+  UNION SELECT id FROM event WHERE run IS NULL AND what = 'expected'"""
 COMMITS_AT_ONCE = 5_000  # commits of a run that go in one transaction
 # A run (?1, its id ?2) in spans of ?4 s from ?3, at most ?5: one row a span, never one a batch.
 SPANS = """SELECT ?4 * max(0, min(?5 - 1,
@@ -4319,21 +4340,15 @@ class Ledger:
         if not self.alerts("pending <> '[]'"):
             return []
         with self._writing():
-            found = [(a, way) for a in self.alerts("pending <> '[]'") for way in a.pending]
-            for alert, way in found:
+            due, new = list[Delivery](), {"at": self._host.now(), "error": CUT_OFF}
+            for alert, way in ((a, w) for a in self.alerts("pending <> '[]'") for w in a.pending):
+                [(tries, last)] = self._rows(TRIED, alert.id, way)
                 if not can(way, alert):
                     self._end_way(alert, way)
-            tried = ((a, way, *self._tried(a, way)) for a, way in found if can(way, a))
-            due = [row[:3] for row in tried if self._is_due(*row[2:])][:DELIVERIES_AT_ONCE]
-            new = {"at": self._host.now(), "error": CUT_OFF}
-            return [
-                Delivery(self._insert("delivery", alert=a.id, way=way, **new), a, way, tries + 1)
-                for a, way, tries in due
-            ]
-
-    def _tried(self, alert: Alert, way: str) -> tuple[int, str]:
-        sql = "SELECT count(*), coalesce(max(at), '') FROM delivery WHERE alert = ? AND way = ?"
-        return cast("tuple[int, str]", self._rows(sql, alert.id, way)[0])
+                elif self._is_due(tries, last) and len(due) < DELIVERIES_AT_ONCE:
+                    key = self._insert("delivery", alert=alert.id, way=way, **new)
+                    due.append(Delivery(key, alert, way, tries + 1))
+            return due
 
     def _is_due(self, tries: int, last: str) -> bool:
         """Tell whether a wait is over; also if somebody has set the clock back meanwhile."""
@@ -5314,7 +5329,11 @@ class Ledger:
             return self._connection.total_changes() - rows
 
     def prune_the_rest(self, before: str) -> int:
-        """Remove old readings, closed barriers and events of no run; return how many rows."""
+        """Remove old readings, barriers and alerts that are closed, and events of no run.
+
+        Returns:
+            How many rows.
+        """
         with self._writing():
             rows = self._connection.total_changes()
             for table in ("reading", "health_check"):
@@ -5322,6 +5341,9 @@ class Ledger:
             closed = "SELECT id FROM barrier WHERE closed_at < ?"
             self._sql(f"DELETE FROM drain WHERE barrier IN ({closed})", (before,))
             self._sql(f"DELETE FROM barrier WHERE id IN ({closed})", (before,))
+            told = "SELECT id FROM alert WHERE closed_at < ? AND pending = '[]'"
+            self._sql(f"DELETE FROM delivery WHERE alert IN ({told})", (before,))
+            self._sql(f"DELETE FROM alert WHERE id IN ({told})", (before,))
             stay = f"run IS NULL AND at < ?2 AND id NOT IN ({REFERRED})"
             self._sql(f"DELETE FROM event WHERE {stay}", (None, before))
             return self._connection.total_changes() - rows
@@ -6018,7 +6040,7 @@ class Maintenance:
             why = f"it cannot be looked at: {error.strerror}"
             return Lockfile(0, 0, "", "somebody", why, None, [], "")
         said = self._contents() if stat.S_ISREG(found.st_mode) else {}
-        since, until = _moment_text(found.st_mtime_ns), _moment(said.get("until"))
+        since, until = utc_text(found.st_mtime_ns), _moment(said.get("until"))
         return Lockfile(
             device=found.st_dev & sys.maxsize,  # some are unsigned, SQLite's integers are not
             inode=found.st_ino & sys.maxsize,
@@ -6186,18 +6208,13 @@ def _one_line(value: object) -> str:
     return " ".join(text.split())[:200]
 
 
-def _moment_text(moment_ns: int) -> str:
-    """Return a moment as UTC text, held within the years that can be calculated with."""
-    return utc_text(min(max(moment_ns, 0), 253_402_300_799_999_999_999))
-
-
 def _moment(value: object) -> str | None:
     """Return a moment with its zone as UTC text, or None if it is none."""
     try:
         moment = datetime.fromisoformat(value if isinstance(value, str) else "")
     except ValueError:
         return None
-    return _moment_text(int(moment.timestamp() * 1000) * 1_000_000) if moment.tzinfo else None
+    return utc_text(int(moment.timestamp() * 1000) * 1_000_000) if moment.tzinfo else None
 
 
 def _scopes(value: object) -> list[str]:
@@ -8595,7 +8612,7 @@ class Context(Generic[S]):
         class Lines(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
                 try:
-                    write_line(2, log_text(host.now(), record.levelname, self.format(record)))
+                    write_log(host.now(), record.levelname, self.format(record))
                 except Exception:  # noqa: BLE001 - logging's rule: no log line fails a program
                     self.handleError(record)
 
@@ -11379,6 +11396,7 @@ def doctor(state: StateDirectory, config: Config, job: str | None, host: Host) -
     """Look once at all that a run needs: health, machine, files, jobs; leave nothing behind."""
     rows, clock = examine(state, config, job, host), host.monotonic
     looks = [look_at_machine(state, host), look_at_files(state, host)]
+    looks.append(look_at_telling(state, config, job, host))
     looks += [
         look_at_job(config, each, host) for n, each in config.jobs.items() if job in (None, n)
     ]
@@ -11461,6 +11479,32 @@ def look_at_job(config: Config, job: JobConfig, host: Host) -> Iterator[Look]:
         short = "Type=notify\n" not in told and limit_s < job.longest_stop_s
         means = "systemd kills it then; of Type=notify it is asked for more time"
         yield f"unit of {job.name}", said, means, f"batchrun unit {job.name} --install" * short
+
+
+TICK_LATELY_S = 3600.0
+
+
+def look_at_telling(
+    state: StateDirectory, config: Config, job: str | None, host: Host
+) -> Iterator[Look]:
+    """Look who would not be told what: of a job that is late, of an alert, of how jobs stand."""
+    at, untold = None, list[tuple[int, str, str]]()
+    with contextlib.suppress(BatchrunError), state.reading() as ledger:
+        at, untold = ledger.ticked_at(), ledger.undelivered()
+    if at is None or seconds_between(at, host.now()) >= TICK_LATELY_S:
+        said = f"no tick was seen since {at}" if at else "no tick was ever seen"
+        means = "nobody would notice: let batchrun resume --all run every five minutes, or set ping"
+        for name, each in config.jobs.items():
+            if each.expect_every_s and not each.ping and job in (None, name):
+                yield f"expect_every of {name}", said, means, "batchrun unit --tick"
+    for alert, way, error in untold:
+        means = "somebody does not know it; here every way is tried with a test"
+        yield f"alert {alert} by {way}", error, means, "batchrun doctor --alerts"
+    if folder := config.metrics_folder:
+        fits = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+        said = f"{folder} can{'not' * (not fits)} be written to"
+        means = "otherwise Prometheus sees what was written last, which grows old"
+        yield "metrics_folder", said, means, f"ls -ld {_typed(folder)}" * (not fits)
 
 
 SPANS_S = {"h": 3600, "min": 60, "s": 1, "ms": 1e-3, "us": 1e-6}
@@ -12193,7 +12237,7 @@ class Worker:
         words = [mask_secrets(word).removesuffix(".") for pair in whole for word in pair]
         short = [shortened(word) for word in words]
         if short != words:
-            write_line(2, log_text(self._host.now(), "ERROR", f"Rejected: {': '.join(words)}"))
+            write_log(self._host.now(), "ERROR", f"Rejected: {': '.join(words)}")
         first = [f", the first{of_whom}: {': '.join(short)}"] * bool(words)
         undone = "The batch is not committed; commit" if link else "No commit was undone; commit"
         raise TooManyRejects(
@@ -12477,7 +12521,7 @@ def log_traceback(error: BaseException) -> None:
     import traceback  # only when something went wrong
 
     text = "".join(traceback.format_exception(error)).rstrip("\n")
-    write_line(2, log_text(Host().now(), "ERROR", text))
+    write_log(Host().now(), "ERROR", text)
 
 
 # -- the log -------------------------------------------------------------------------------
@@ -12491,7 +12535,6 @@ class LogStream(io.RawIOBase):
 
     def __init__(self, level: str, host: Host) -> None:
         self._level, self._host = level, host
-        self._is_open = False  # whether the last line is not at its end yet
 
     def writable(self) -> bool:
         """Tell what it is for."""
@@ -12505,12 +12548,8 @@ class LogStream(io.RawIOBase):
         """Write text that io.TextIOWrapper has encoded."""
         if not (text := bytes(content).decode(errors="replace")):
             return 0
-        lines = log_text(self._host.now(), self._level, text.removesuffix("\n"))
-        if self._is_open:
-            lines = lines.partition(f" {self._level} ")[2]
-        self._is_open = not text.endswith("\n")
-        with contextlib.suppress(OSError):
-            write_all(2, f"{visible(lines)}{'' if self._is_open else chr(10)}".encode())
+        ends = text.endswith("\n")
+        write_log(self._host.now(), self._level, text.removesuffix("\n"), ends=ends)
         return len(content)
 
 
@@ -12588,7 +12627,7 @@ def worker_main() -> NoReturn:
         log_traceback(error)
     finally:
         if not recorded:
-            write_line(2, log_text(Host().now(), "ERROR", letter_text(end)))
+            write_log(Host().now(), "ERROR", letter_text(end))
             write_line(order.last_words, json.dumps(end._asdict()))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -12759,7 +12798,7 @@ def in_no_way() -> Iterator[None]:
         yield
     except OutcomeUnknown:
         raise
-    except (StateDirectoryError, Busy):
+    except (StateDirectoryError, Busy, OSError):
         pass
 
 
@@ -12783,7 +12822,7 @@ class Alerts:
 
     def ping(self, run: Run) -> None:
         """Begin to tell that a run has begun, once."""
-        if self._config.job(run.job).ping and not self._has_pinged:
+        if self._config.job(run.job).ping and run.is_whole and not self._has_pinged:
             self._has_pinged = True
             ping = Alert("ping start", run.job, run.job, run.id, f"{run.job} has begun.")
             with in_no_way():
@@ -12802,6 +12841,7 @@ class Alerts:
         over = [a for a in stand if (self._ledger.success_since(a) if a.job else not is_overdue)]
         raised += [self._recovered(job, over) for job in dict.fromkeys(a.job for a in over)]
         raised = [each for each in raised if each.kind in self._config.alerts.on]
+        over += [a for a in stand if a.job and a.job not in self._config.jobs and a not in over]
         return raised + [each for each in ended if self._config.way("ping", each)], over
 
     def _recovered(self, job: str | None, over: Sequence[Alert]) -> Alert:
@@ -12862,43 +12902,16 @@ def event_text(alert: Alert, config: Config) -> str:
     return json.dumps({**event, **more})
 
 
-def ping_of(run: Run | None, job: str, code: ExitCode) -> list[Alert]:
+def ping_of(run: Run | None, launch: Launch, code: ExitCode) -> list[Alert]:
     """Return the ping that a start's end is worth: none if it was refused, stopped or skipped."""
-    name = run and run.id
+    name, job = run and run.id, launch.job
+    if launch.retry or launch.rollback or (run and not run.is_whole):
+        return []
     if run and run.state == RunState.SUCCEEDED:
         return [Alert("ping success", job, job, name, f"{job} has succeeded.")]
     failed = code in (ExitCode.FAILED, ExitCode.PERSON_NEEDED)
     failed |= code in (ExitCode.USAGE, ExitCode.STATE_DIRECTORY)
     return [Alert("ping fail", job, job, name, f"{job}: exit {int(code)}.")] if failed else []
-
-
-TICK_LATELY_S = 3600.0
-
-
-def examine_alerts(
-    state: StateDirectory, config: Config, job: str | None, host: Host, *, sends: bool
-) -> list[Examined]:
-    """Return who would not be told what; with `sends` what came back from a test by every way."""
-    if sends:
-        return list(sent_tests(config, job, host))
-    with (
-        contextlib.suppress(BatchrunError),
-        contextlib.closing(state.open_ledger(create=False, write=False)) as ledger,
-    ):
-        at = ledger.ticked_at()
-        seen = at is not None and seconds_between(at, host.now()) < TICK_LATELY_S
-        means = "nobody would notice: let batchrun resume --all run every five minutes, or set ping"
-        why = f"no tick was seen since {at}" if at else "no tick was ever seen"
-        rows = [
-            Examined(name, f"expect_every of {name}", Wellness.BAD, why, means, 0.0)
-            for name, each in config.jobs.items()
-            if each.expect_every_s and not (seen or each.ping) and job in (None, name)
-        ]
-        for alert, way, error in ledger.undelivered():
-            means = "to try every way: batchrun doctor --alerts"
-            rows.append(Examined(way, f"alert {alert} by {way}", Wellness.BAD, error, means, 0.0))
-        return rows
-    return []
 
 
 def sent_tests(config: Config, job: str | None, host: Host) -> Iterator[Examined]:
@@ -14617,7 +14630,7 @@ def is_owned(state: StateDirectory, job: str) -> bool:
 # time is cut into SPANS_MOST spans, added up by the ledger, and every plot is made of boxes over
 # them: no report grows with the batches. Amounts reach from the span before to their own, health
 # from a check to the next one, and neither over a gap in which no attempt was under way.
-# Whatever others wrote goes through `printable`, then through `as_html` or `as_markdown`.
+# Whatever others wrote goes through `as_html` or `as_markdown`, or at last through the console.
 #
 # Looking costs what it shows: the table of jobs a few rows of each, the screen of one job what
 # fits on a screen. `status --watch` and `logs --follow` open the ledger for each look and close it,
@@ -14644,15 +14657,9 @@ def render_rejects(rejects: list[dict[str, Any]]) -> str:
     rows = [["id", "state", "commit", "loop", "record", "reason"]]
     for reject in rejects:
         state = reject["state"] + ("" if reject["can_retry"] else ", text only")
-        shown = (one_line(reject[name]) for name in ("record", "reason"))
-        rows.append([str(reject["id"]), state, str(reject["number"]), reject["loop"], *shown])
+        where = (str(reject["number"]), reject["loop"], reject["record"], reject["reason"])
+        rows.append([str(reject["id"]), state, *where])
     return render_table(rows)
-
-
-def one_line(text: str) -> str:
-    """Return text in one line of a table, cut where it is long."""
-    line = " ".join(text.split())
-    return line if len(line) <= CELL_WIDTH else f"{line[: CELL_WIDTH - 3]}..."
 
 
 def render_reject(reject: dict[str, Any]) -> str:
@@ -14699,8 +14706,8 @@ def render_answered(documents: list[dict[str, Any]]) -> str:
     rows = [["key", "run", "claimed at", "answer", "why"]]
     for each in documents:
         answer = ANSWER_WORDS[each["outcome"]] + " (recorded)" * each["applied"]
-        shown = one_line(each["key"]), moment_text(each["claimed_at"]), one_line(each["why"])
-        rows.append([shown[0], each["run"], shown[1], answer, shown[2]])
+        claimed_at = moment_text(each["claimed_at"])
+        rows.append([each["key"], each["run"], claimed_at, answer, each["why"]])
     return render_table(rows)
 
 
@@ -14785,62 +14792,47 @@ def summarise_job(
     standing: Standing,
     success: Run | None,
     refused: int,
+    *,
     stuck: Sequence[Finding] = (),
     rate: float = 0.0,
+    stalls: Finding | None = None,
+    late: str = "",
+    left_open: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]:
-    """Return how a job stands as one JSON document; `rate`: records a second of one that runs."""
+    """Return how a job stands as one JSON document.
+
+    `stuck` are its cleanups that need somebody, `rate` is the records a second of a run that goes
+    on, `stalls` and `late` say that it is so, `left_open` counts unknown operations and rejects.
+    """
     left = max(0, run.expected - run.read) / rate if run and run.expected and rate else None
+    again = late and (run is None or standing.state in FINISHED) and f"batchrun run {job}"
+    ended = success and (success.created_at, success.ended_at or success.created_at)
+    kept = ("rollback_of", "reason", "read", "expected", "rejected", "batches", "error", "paused_s")
     return {
         "job": job,
         "run": run and run.id,
-        "rollback_of": run and run.rollback_of,
         "state": standing.state if run else "never run",
-        "reason": run.reason if run else "",
+        **{name: run and getattr(run, name) for name in kept},
         "since": run and run.changed_at,
-        "read": run and run.read,
-        "expected": run and run.expected,
-        "rejected": run and run.rejected,
-        "batches": run and run.batches,
         "records_per_s": round(rate, 1),
         "left_s": left and round(left, 1),
         "last_success": success and success.ended_at,
-        "refused_since_success": refused,
-        "error": run and run.error,
-        "why": standing.why,
-        "next": standing.todo,
-        "needs_someone": standing.needs_someone or bool(stuck),
-        "cleanups": [finding._asdict() for finding in stuck],
-        "deferred_since": run and run.deferred and run.deferred["at"],
-        "paused_s": run and run.paused_s,
-        "leaks": [],
-        "stalled": "",
-        "late": "",
-    }
-
-
-def summarise_trouble(
-    made: dict[str, Any],
-    success: Run | None,
-    stuck_run: Finding | None,
-    late: str,
-    left_open: tuple[int, int],
-) -> dict[str, Any]:
-    """Return a job's document with what may be told of it, and what to type then."""
-    again = late and made["state"] in (*FINISHED, "never run") and f"batchrun run {made['job']}"
-    ended = success and (success.created_at, success.ended_at or success.created_at)
-    return {
-        **made,
-        "next": stuck_run.todo if stuck_run else again or made["next"],
-        "needs_someone": made["needs_someone"] or bool(stuck_run or late),
-        "stalled": f"{stuck_run.what}; {stuck_run.why}" if stuck_run else "",
-        "late": late,
         "last_success_elapsed_s": ended and seconds_between(*ended),
+        "refused_since_success": refused,
+        "why": standing.why,
+        "next": stalls.todo if stalls else again or standing.todo,
+        "needs_someone": standing.needs_someone or bool(stuck or stalls or late),
+        "cleanups": as_documents(stuck),
+        "deferred_since": run and run.deferred and run.deferred["at"],
+        "leaks": [],
+        "stalled": f"{stalls.what}; {stalls.why}" if stalls else "",
+        "late": late,
         "unknown_operations": left_open[0],
         "open_rejects": left_open[1],
     }
 
 
-def as_documents(findings: list[Finding]) -> list[dict[str, str]]:
+def as_documents(findings: Iterable[Finding]) -> list[dict[str, str]]:
     """Return findings as JSON has them."""
     return [finding._asdict() for finding in findings]
 
@@ -15008,7 +15000,21 @@ def render_drained(run: dict[str, Any], *, ended: bool) -> str:
     return f"  {run['stands']:<11} {run['job']}: {where}{by}{todo}"
 
 
-# Columns of the table of jobs, in the order in which a narrow terminal does without them.
+# A column of the table of jobs -> its cell, of how a job stands at a moment; `-`: nothing.
+STATUS: dict[str, Callable[[dict[str, Any], str], str]] = {
+    "job": lambda job, _: "! " * job["needs_someone"] + job["job"],
+    "state": lambda job, _: state_text(job),
+    "for": lambda job, now: age_text(job["since"], now),
+    "batches": lambda job, _: number_text(job["batches"]),
+    "records": lambda job, _: number_text(job["read"]),
+    "of": lambda job, _: number_text(job["expected"] or None),
+    "done": lambda job, _: share_text(job["read"], job["expected"]) if job["expected"] else "-",
+    "rate": lambda job, _: f"{job['records_per_s']:,.0f}/s" if job["records_per_s"] else "-",
+    "left": lambda job, _: duration_text(job["left_s"]) if job["left_s"] is not None else "-",
+    "success": lambda job, now: age_text(job["last_success"], now, " ago"),
+    "skipped": lambda job, _: number_text(job["refused_since_success"] or None),
+}
+# The order in which a narrow terminal does without them.
 NARROWED = ("batches", "of", "skipped", "rate", "done", "success", "left")
 LEAST_NAME = 20
 NOTHING_TO_DO = ("batchrun report", "batchrun pause")
@@ -15019,8 +15025,8 @@ def render_status(jobs: list[dict[str, Any]], now: str, columns: int = 0) -> str
 
     `!` stands before a job that needs someone. `columns`: the width of the terminal, 0 if none.
     """
-    head = "job state for batches records of done rate left success skipped"
-    table = fit_table([head.split(), *(status_row(job, now) for job in jobs)], columns)
+    rows = ([cell(job, now) for cell in STATUS.values()] for job in jobs)
+    table = fit_table([list(STATUS), *rows], columns)
     deferred = [
         f"deferred: {job['job']}, for {age_text(job['deferred_since'], now)}"
         for job in jobs
@@ -15035,22 +15041,9 @@ def render_status(jobs: list[dict[str, Any]], now: str, columns: int = 0) -> str
     return "\n".join([table, *deferred, *loud, *todos, *stuck])
 
 
-def status_row(job: dict[str, Any], now: str) -> list[str]:
-    """Return the cells of a job in the table; `-` stands for nothing."""
-    read, expected, success = job["read"], job["expected"], job["last_success"]
-    return [
-        "! " * job["needs_someone"] + job["job"],
-        state_text(job),
-        age_text(job["since"], now),
-        f"{job['batches'] or 0:,}" if job["run"] else "-",
-        "-" if read is None else f"{read:,}",
-        f"{expected:,}" if expected else "-",
-        f"{min(1.0, read / expected):.0%}" if expected else "-",
-        f"{job['records_per_s']:,.0f}/s" if job["records_per_s"] else "-",
-        duration_text(job["left_s"]) if job["left_s"] is not None else "-",
-        f"{age_text(success, now)} ago" if success else "-",
-        str(job["refused_since_success"] or "-"),
-    ]
+def share_text(read: int, expected: int) -> str:
+    """Return how much of what is expected was read; of a source that grew, all of it."""
+    return f"{min(1.0, read / expected):.0%}"
 
 
 def fit_table(rows: list[list[str]], columns: int) -> str:
@@ -15060,12 +15053,12 @@ def fit_table(rows: list[list[str]], columns: int) -> str:
     """
     names, *kept = zip(*rows, strict=True)
     kept = [each for each in kept if {*each[1:]} - {"-"}]
-    longest, room = max(map(len, names)), columns or sys.maxsize
+    longest, room = width_of(names), columns or sys.maxsize
     for name in NARROWED:
-        taken = sum(max(map(len, each)) + 2 for each in kept)
+        taken = sum(width_of(each) + 2 for each in kept)
         if taken + min(longest, LEAST_NAME) > room:
             kept = [each for each in kept if each[0] != name]
-    left = room - sum(max(map(len, each)) + 2 for each in kept)
+    left = room - sum(width_of(each) + 2 for each in kept)
     shown = zip([cut(name, max(left, 12)) for name in names], *kept, strict=True)
     lines = render_table(list(map(list, shown))).split("\n")
     return "\n".join(cut(line, room) for line in lines)
@@ -15073,15 +15066,25 @@ def fit_table(rows: list[list[str]], columns: int) -> str:
 
 def cut(text: str, columns: int) -> str:
     """Return text in so many columns of a terminal, with dots where it was cut."""
+    taken = widths_of(text)
+    if sum(taken) <= columns:
+        return text
+    kept = sum(so_far <= columns - 3 for so_far in accumulate(taken))
+    return text[:kept] + "..."[:columns]
+
+
+def widths_of(text: str) -> list[int]:
+    """Return how many columns of a terminal each letter takes: 0, 1 or 2."""
     if text.isascii():
-        return text if len(text) <= columns else text[: max(0, columns - 3)] + "..."[:columns]
+        return [1] * len(text)
     from unicodedata import combining, east_asian_width
 
-    widths = [0 if combining(c) else 1 + (east_asian_width(c) in "WF") for c in text]
-    if sum(widths) <= columns:
-        return text
-    ends = [end for end in range(len(text)) if sum(widths[:end]) <= columns - 3]
-    return text[: max(ends, default=0)] + "..."[:columns]
+    return [0 if combining(c) else 1 + (east_asian_width(c) in "WF") for c in text]
+
+
+def width_of(column: Iterable[str]) -> int:
+    """Return how many columns of a terminal the widest of some cells takes."""
+    return max(sum(widths_of(cell)) for cell in column)
 
 
 def render_stuck(job: dict[str, Any]) -> list[str]:
@@ -15089,27 +15092,30 @@ def render_stuck(job: dict[str, Any]) -> list[str]:
     return [f"{c['what']}: {c['why']}\nto type: {c['todo']}" for c in job["cleanups"]]
 
 
-def age_text(at: str | None, now: str) -> str:
+def age_text(at: str | None, now: str, ago: str = "") -> str:
     """Return how long ago a moment was, for people, or `-`."""
-    if not at:
-        return "-"
-    return duration_text(max(0.0, seconds_between(at, now)))
+    return f"{duration_text(max(0.0, seconds_between(at, now)))}{ago}" if at else "-"
 
 
 def render_one_status(job: dict[str, Any], now: str) -> str:
     """Return how one job stands, on one screen: what is known, why, and the line to type."""
     since = f" since {moment_text(job['since'])}" if job["since"] else ""
     lines = [f"{job['job']}: {state_text(job)}{since}"]
-    if job["run"]:
-        lines += [f"  {name:<12}  {line}" for name, line in about_run(job, now)]
-    lines.append(f"  last success  {moment_text(job['last_success'])}")
-    lines.append(f"  skipped       {job['refused_since_success']} starts since")
-    lines += [f"  {kind:12}  {job[kind]}" for kind in ("stalled", "late") if job[kind]]
-    lines += [f"  leak          {line}" for line in job["leaks"]]
-    if job["paused_s"]:
-        lines.append(f"  paused        {duration_text(job['paused_s'])} by health")
-    lines += [f"  why           {line}" for line in job["why"].splitlines()]
+    lines += [f"  {name:<12}  {line}" for name, line in about_job(job, now)]
     return "\n".join([*lines, f"to type: {job['next']}", *render_stuck(job)])
+
+
+def about_job(job: dict[str, Any], now: str) -> Iterator[tuple[str, str]]:
+    """Yield what is known of a job, line by line: its name and its words."""
+    if job["run"]:
+        yield from about_run(job, now)
+    yield "last success", moment_text(job["last_success"])
+    yield "skipped", f"{job['refused_since_success']} starts since"
+    yield from ((kind, job[kind]) for kind in ("stalled", "late") if job[kind])
+    yield from (("leak", line) for line in job["leaks"])
+    if job["paused_s"]:
+        yield "paused", f"{duration_text(job['paused_s'])} by health"
+    yield from (("why", line) for line in job["why"].splitlines())
 
 
 def about_run(job: dict[str, Any], now: str) -> Iterator[tuple[str, str]]:
@@ -15124,14 +15130,16 @@ def about_run(job: dict[str, Any], now: str) -> Iterator[tuple[str, str]]:
         ago = age_text(about["last_commit"], now)
         yield "batches", f"{job['batches']:,}, newest commit {ago} ago, {words}"
         yield "loops", about["course"]
-    earlier = len(about["attempts"]) - ATTEMPTS_SHOWN
-    for number, attempt in enumerate(about["attempts"][-ATTEMPTS_SHOWN:]):
-        more = f"  ({earlier:,} earlier ones)" * (number == 0 and earlier > 0)
-        yield "attempt", f"{render_attempt(attempt)[0].strip()}{more}"
+    yield "attempts", f"{len(about['attempts']):,}"
+    for row in map(row_of_attempt, about["attempts"][-ATTEMPTS_SHOWN:]):
+        yield "attempt", "{}  {}  {}: {}, commits {}, peak {}".format(*row[:6])
     if about["reading"]:
-        yield "reading", f"{reading_text(about['reading'])}, {ago_text(about['reading'], now)}"
+        yield (
+            "reading",
+            f"{reading_text(about['reading'])}, {age_text(about['reading']['at'], now)} ago",
+        )
     if check := about["health_check"]:
-        yield "health", f"{check['verdict']}, {ago_text(check, now)}"
+        yield "health", f"{check['verdict']}, {age_text(check['at'], now)} ago"
         yield from ((name, check[name]) for name in FACTORS)
     for name in ("operations", "rejects", "cleanups"):
         if about[name]:
@@ -15139,11 +15147,6 @@ def about_run(job: dict[str, Any], now: str) -> Iterator[tuple[str, str]]:
 
 
 ATTEMPTS_SHOWN = 4
-
-
-def ago_text(row: Mapping[str, Any], now: str) -> str:
-    """Return how long ago a row was made."""
-    return f"{age_text(row['at'], now)} ago"
 
 
 def speed_text(job: dict[str, Any]) -> list[str]:
@@ -15165,6 +15168,7 @@ def reading_text(reading: Mapping[str, Any]) -> str:
     return ", ".join(words) or "nothing could be seen"
 
 
+NOT_LIVE = ("attempts", "attempt", "last success", "skipped", "rejects", "cleanups")
 LIVE_ROWS = 60  # of the newest readings and events
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 
@@ -15174,16 +15178,14 @@ def render_live(job: dict[str, Any], now: str, columns: int, bars: str) -> list[
     width = max(8, columns - 32)
     lines = [f"{job['job']}: {state_text(job)} for {age_text(job['since'], now)}", ""]
     if job["expected"]:
-        done = width * min(job["read"], job["expected"]) // job["expected"]
-        share = min(1.0, job["read"] / job["expected"])
-        lines.append(f"[{'#' * done:-<{width}}] {share:4.0%}  {' '.join(speed_text(job)[1:])}")
-    shown = ("run", "records", "batches", "loops", "reading", "health", *FACTORS, "operations")
-    lines += [f"{name:<13} {line}" for name, line in about_run(job, now) if name in shown]
+        so_far = (job["read"], job["expected"])
+        left = " ".join(speed_text(job)[1:])
+        lines.append(f"{bar_text(*so_far, width)} {share_text(*so_far):>4}  {left}")
+    lines += [f"{name:<13} {line}" for name, line in about_job(job, now) if name not in NOT_LIVE]
     for name, gauge in (("memory", "rss_bytes"), ("connections", "connections")):
         if any(values := [value or 0 for value in job["live"][gauge][-width:]]):
             most = size_text(max(values)) if gauge == "rss_bytes" else f"{max(values)}"
             lines.append(f"{name:<13} {sparkline(values, bars)}  at most {most}")
-    lines += [f"{'why':<13} {line}" for line in job["why"].splitlines()]
     return [*lines, f"to type: {job['next']}"]
 
 
@@ -15213,7 +15215,7 @@ def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
         "attempts": list(map(summarise_attempt, attempts)),
         "last_commit": last and last.at,
         "batch_median_s": times[len(times) // 2] if times else None,
-        "batch_p95_s": times[int(len(times) * 0.95)] if times else None,
+        "batch_p95_s": ledger.slow_batch_s(run) or None,
         "course": course_text(run, last),
         "reading": reading[0]._asdict() if reading else None,
         "health_check": check[0]._asdict() if check else None,
@@ -15231,75 +15233,9 @@ def course_text(run: Run, last: BatchRow | None) -> str:
     done = [f"{kind} {name} done" for kind, name, *_ in passed]
     if last.kind == "batch" and not run.finished:
         known = last.last_key not in (None, "null")
-        done.append(f"now loop {last.loop}" + f" after key {one_line(last.last_key or '')}" * known)
+        key = f" after key {cut(last.last_key or '', CELL_WIDTH)}" * known
+        done.append(f"now loop {last.loop}{key}")
     return mask_secrets(", ".join(done))
-
-
-def render_report(summary: dict[str, Any]) -> str:
-    """Return a run's report as text."""
-    retries = f", a retry of rejects of run {summary['retry_of']}" * bool(summary["retry_of"])
-    undoes = summary["undoes"]
-    if undoes:
-        retries = f", a rollback of run {undoes['run']} to batch {undoes['to_batch']}"
-    lines = [f"run {summary['id']} of {summary['job']}: {state_text(summary)}{retries}"]
-    lines += [rollback_text(each) for each in summary["rollbacks"]]
-    lines.append(f"  begun     {moment_text(summary['created_at'])}")
-    lines.append(f"  ended     {moment_text(summary['ended_at'])}")
-    lines.append(f"  records   {counts_text(summary)}")
-    lines.append(f"  commits   {summary['number']}, of them {summary['batches']} batches")
-    lines.append(f"  time      {time_text(summary)}")
-    lines += render_rollback(undoes) if undoes else []
-    if summary["paused_s"]:
-        lines.append(f"  paused    {duration_text(summary['paused_s'])} by health")
-    if summary["error"]:
-        lines.append(f"  error     {summary['error']}")
-    lines.append("attempts")
-    lines += [line for attempt in summary["attempts"] for line in render_attempt(attempt)]
-    if summary["rejects"]:
-        lines.append("rejected records")
-    lines += [f"  commit {r['number']}  {r['record']}: {r['reason']}" for r in summary["rejects"]]
-    lines += ["recorded cleanups"] * bool(summary["cleanups"])
-    lines += [render_cleanup(cleanup) for cleanup in summary["cleanups"]]
-    lines.append("events")
-    for event in summary["events"]:
-        why = f": {' '.join(event['why'].splitlines())}" if event["why"] else ""
-        lines.append(f"  {event['id']:>5}  {moment_text(event['at'])}  {event['what']}{why}")
-    return "\n".join(lines)
-
-
-def rollback_text(rollback: dict[str, Any]) -> str:
-    """Return the line about one rollback of a run: it is done, or how it stands."""
-    to, state = f"to batch {rollback['to_batch']} by run {rollback['run']}", rollback["state"]
-    if state == RunState.SUCCEEDED:
-        return f"  rolled back {to}"
-    return f"  rollback {to} is {state}"
-
-
-def render_attempt(attempt: dict[str, Any]) -> list[str]:
-    """Return the lines about one attempt: how it ended, its commits, what it released."""
-    first, last = attempt["from_number"] + 1, attempt["to_number"]
-    parts = [attempt["ending"] or "going on, or left by its owner"]
-    if last is not None:
-        parts.append(f"commits {first} to {last}" if last >= first else "no commit")
-    parts += ["charged as a try"] * attempt["charged"]
-    if attempt["peak_rss_bytes"]:
-        parts.append(f"peak {size_text(attempt['peak_rss_bytes'])}")
-    began = moment_text(attempt["began_at"])
-    lines = [f"  {attempt['generation']}  {began}  {', '.join(parts)}"]
-    lines += [f"     {line}" for line in (attempt["error"] or "").splitlines()]
-    for release in attempt["releases"]:
-        failed = f"  FAILED: {release['error']}" if release["error"] else ""
-        took_ms = release["elapsed_s"] * 1000
-        lines.append(f"     released {release['name']} in {took_ms:.1f} ms{failed}")
-    return lines
-
-
-def render_cleanup(cleanup: dict[str, Any]) -> str:
-    """Return the line about a recorded cleanup: done, or pending and why."""
-    done = f"done {moment_text(cleanup['done_at'])}" if cleanup["done_at"] else "PENDING"
-    took = f" in {cleanup['elapsed_s'] * 1000:.1f} ms" if cleanup["elapsed_s"] is not None else ""
-    why = f": {cleanup['error']}" if cleanup["error"] else ""
-    return f"  {cleanup['id']}  {cleanup['call']}  {done}{took}{why}"
 
 
 def summarise_configured(job_config: JobConfig, folder: Path) -> dict[str, Any]:
@@ -15442,8 +15378,12 @@ def progress_line(run: Run, rate: float, columns: int) -> str:
     width = min(BAR_WIDTH, columns - len(f"{run.job} [] {words}"))
     if width < 8 or not run.expected:
         return f"{run.job} {words}"[:columns]
-    done = "#" * (width * min(run.read, run.expected) // run.expected)
-    return f"{run.job} [{done:-<{width}}] {words}"
+    return f"{run.job} {bar_text(run.read, run.expected, width)} {words}"
+
+
+def bar_text(read: int, expected: int, width: int) -> str:
+    """Return a bar of so many letters, and its ends: how far it is."""
+    return f"[{'#' * (width * min(read, expected) // expected):-<{width}}]"
 
 
 def progress_text(run: Run, rate: float) -> str:
@@ -15453,10 +15393,8 @@ def progress_text(run: Run, rate: float) -> str:
         return f"{run.read:>12,} records {speed}"
     left_s = max(0, run.expected - run.read) / rate if rate else 0
     left = f"{duration_text(left_s):>6} left" if left_s else " " * 11
-    share = min(1.0, run.read / run.expected)
-    return (
-        f"{share:4.0%}  {run.read:>{len(f'{run.expected:,}')},} of {run.expected:,} {speed} {left}"
-    )
+    read = f"{run.read:>{len(f'{run.expected:,}')},} of {run.expected:,}"
+    return f"{share_text(run.read, run.expected):>4}  {read} {speed} {left}"
 
 
 # -- units of systemd, lines of cron ---------------------------------------------------------------
@@ -15632,11 +15570,25 @@ def render_examined(rows: Iterable[Examined]) -> str:
     )
 
 
-def render_table(rows: list[list[str]]) -> str:
-    """Return rows of text as columns; the first row is the heading."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = ([f"{c:<{w}}" for c, w in zip(row, widths, strict=True)] for row in rows)
-    return "\n".join("  ".join(row).rstrip() for row in cells)
+def render_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of text as columns; the first row is the heading.
+
+    Each row is one line. Its first cell is whole, for it may be typed, and so is its last one; in
+    between CELL_WIDTH is the most.
+    """
+    most = [sys.maxsize, *[CELL_WIDTH] * (len(rows[0]) - 2), sys.maxsize][-len(rows[0]) :]
+    lines = [
+        [cut(" ".join(cell.split()), width) for cell, width in zip(row, most, strict=True)]
+        for row in rows
+    ]
+    widths = [width_of(column) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell + " " * (width - sum(widths_of(cell)))
+            for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in lines
+    )
 
 
 # -- sheets: what a report shows, once for HTML, Markdown and text ---------------------------------
@@ -15717,6 +15669,7 @@ def part_of_end(summary: dict[str, Any]) -> Part:
         ("at work", seconds_text(summary["at_work_s"])),
         ("paused by health", seconds_text(summary["paused_s"])),
         ("attempts", f"{len(summary['attempts']):,}"),
+        ("commits", f"{summary['number']:,}"),
         ("batches", f"{summary['batches']:,}"),
         ("95 of 100 batches within", seconds_text(summary["batch_p95_s"])),
     ]
@@ -15725,11 +15678,24 @@ def part_of_end(summary: dict[str, Any]) -> Part:
     )
     lines = [
         f"It began {moment_text(summary['created_at'])} and {ended}.",
+        *kin_of(summary),
         *dict.fromkeys(text for text in (summary["error"], summary["why"]) if text),
         f"Where the time went: {time_text(summary)}.",
     ]
     todo = summary["next"] if " report " not in summary["next"] else ""
     return Part(f"Run {summary['id']}", lines, todo, pairs)
+
+
+def kin_of(summary: dict[str, Any]) -> Iterator[str]:
+    """Yield what a run was begun to undo or to try again, and which rollbacks undo it."""
+    if summary["retry_of"]:
+        yield f"It is a retry of rejects of run {summary['retry_of']}."
+    if undoes := summary["undoes"]:
+        yield f"It is a rollback of run {undoes['run']} to batch {undoes['to_batch']}."
+        yield from render_rollback(undoes)
+    for each in summary["rollbacks"]:
+        state = "has" if each["state"] == RunState.SUCCEEDED else f"is {each['state']} and has not"
+        yield f"Run {each['run']} {state} rolled it back to batch {each['to_batch']}."
 
 
 def tables_of(summary: dict[str, Any]) -> list[Part]:
@@ -15749,17 +15715,20 @@ def tables_of(summary: dict[str, Any]) -> list[Part]:
         for place, r in enumerate(a["releases"], 1)
     ]
     recorded = [
-        [c["call"], moment_text(c["done_at"]), seconds_text(c["elapsed_s"]), c["error"] or ""]
+        [
+            *(str(c["id"]), c["call"], moment_text(c["done_at"]) if c["done_at"] else "PENDING"),
+            *(seconds_text(c["elapsed_s"]), c["error"] or ""),
+        ]
         for c in summary["cleanups"]
     ]
-    events = [[moment_text(e["at"]), e["what"], e["why"], e["who"]] for e in summary["events"]]
+    events = [[moment_text(e["at"]), e["what"], e["who"], e["why"]] for e in summary["events"]]
     return [
         listed("Attempts", ATTEMPT_HEADING, [row_of_attempt(a) for a in summary["attempts"]]),
         listed("Operations", OPERATION_HEADING, unknown, f"batchrun reconcile {name}", outcomes),
         listed("Rejects", REJECT_HEADING, rejects, f"batchrun rejects list {name}", first=True),
         listed("Releases, last in, first out", RELEASE_HEADING, released),
-        listed("Recorded cleanups", ["call", "done (UTC)", "took", "error"], recorded),
-        listed("Events", ["when (UTC)", "what", "why", "who"], events),
+        listed("Recorded cleanups", ["id", "call", "done (UTC)", "took", "error"], recorded),
+        listed("Events", ["when (UTC)", "what", "who", "why"], events),
     ]
 
 
@@ -15980,14 +15949,17 @@ def row_of_run(run: dict[str, Any], runs: list[dict[str, Any]]) -> list[str | Ba
 
 
 def render_sheet(sheet: Sheet) -> str:
-    """Return a sheet's sentences and tables as text."""
+    """Return a sheet as text; of its plots, what they show in words."""
     shown = [sheet.title]
     for part in sheet.parts:
+        pairs = [*part.pairs, *((plot.title, plot.words) for plot in part.plots)]
+        shown += ["", part.title, *part.lines, *(f"  {name:<24}  {value}" for name, value in pairs)]
         rows = [
             [f"{c} {'#' * round(8 * c.share)}" if isinstance(c, Bar) else c for c in row]
             for row in part.table
         ]
-        shown += ["", part.title, *part.lines, *([render_table(rows)] if rows else [])]
+        shown += [render_table(rows)] if rows else []
+        shown += [f"to type: {part.todo}"] * bool(part.todo)
     return "\n".join(shown)
 
 
@@ -15997,7 +15969,7 @@ def render_markdown(sheet: Sheet) -> str:
     for part in sheet.parts:
         shown += ["", f"## {as_markdown(part.title)}"]
         shown += [text for line in part.lines for text in ("", as_markdown(line))]
-        shown += ["", f"    {printable(part.todo)}"] * bool(part.todo)
+        shown += ["", f"    {part.todo}"] * bool(part.todo)
         pairs = [*part.pairs, *((plot.title, plot.words) for plot in part.plots)]
         shown += [""] * bool(pairs)
         shown += [f"- **{as_markdown(name)}**: {as_markdown(value)}" for name, value in pairs]
@@ -16006,21 +15978,19 @@ def render_markdown(sheet: Sheet) -> str:
     return "\n".join(shown)
 
 
-def printable(text: str) -> str:
-    """Return text of others, secrets as ***, without controls and what turns a line around."""
-    odd = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufffe\uffff]"
-    return re.sub(odd, "\ufffd", mask_secrets(text))
-
-
 def as_markdown(text: str) -> str:
     """Return text of others on one line, so that Markdown shows it and does nothing else."""
-    line = " ".join(printable(text).split())
-    return re.sub(r"(\*{3})|([\\`*_\[\]<>|#~&])", lambda found: found[1] or f"\\{found[2]}", line)
+    line = " ".join(mask_secrets(text).split())
+    signs = r"(\*{3})|([\\`*_\[\]<>|#~&])"
+    line = re.sub(signs, lambda found: found[1] or f"\\{found[2]}", line)
+    begun = r"^\d+(?=[.)]\s)|^(?=[-+]\s|--|=)"  # else a list or a heading
+    return re.sub(begun, r"\g<0>\\", line)
 
 
 def as_html(text: str) -> str:
     """Return text of others so that a browser shows it and does nothing else."""
-    return printable(text).translate({38: "&amp;", 60: "&lt;", 62: "&gt;", 34: "&quot;"})
+    signs = {38: "&amp;", 60: "&lt;", 62: "&gt;", 34: "&quot;"}
+    return visible(mask_secrets(text)).translate(signs)
 
 
 STYLE = """
@@ -16286,6 +16256,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Show one line about what happens."""
+        text = mask_secrets(text)
         if self.as_json:
             write_line(1, json.dumps({"type": "said", "text": text}))
         elif self.tells or self.live or self.plain:
@@ -16411,24 +16382,24 @@ class App:
             self.console.letter(str(error), error.exit_code)
             outcome = Outcome(error.exit_code)
         if self.config.tells:
-            pings = ping_of(outcome.run, launch.job, outcome.exit_code)
-            self.tell(pings, waits=not outcome.signalled)
+            self.tell(ping_of(outcome.run, launch, outcome.exit_code), waits=not outcome.signalled)
         return outcome
 
     def tell(self, ended: Sequence[Alert] = (), *, ticks: bool = False, waits: bool = True) -> None:
         """Raise and tell alerts, write the metrics; whatever goes wrong here fails no run."""
+        expected = [j.name for j in self.config.jobs.values() if ticks and j.expect_every_s]
         try:
-            with self.ledger(write=True) as ledger:
+            with self.ledger(write=True, create=bool(expected)) as ledger:
                 if ticks:
-                    ledger.tick(j.name for j in self.config.jobs.values() if j.expect_every_s)
+                    ledger.tick(expected)
                 alerts = Alerts(self.config, ledger, self.host)
                 alerts.look(self.state.maintenance.find(), ended)
                 if waits:  # else somebody waits for our end; the next one tells
                     alerts.deliver()
                 if self.config.metrics_folder:
                     write_metrics(self.config.metrics_folder, self.metrics(ledger))
-        except (BatchrunError, OSError) as error:
-            self.console.say(f"not everybody was told: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run has ended as it has
+            self.console.say(f"warning: not everybody was told: {error}")
 
     def metrics(self, ledger: Ledger) -> str:
         """Return how all jobs stand, as Prometheus reads it."""
@@ -16663,7 +16634,7 @@ class Screen:
             write_all(1, text.encode(encoding, "replace"))
             while self._host.monotonic() < until and size == self._host.terminal_size(1):
                 if select.select([0], [], [], LOOK_EVERY_S)[0]:
-                    return os.read(0, 100) not in (b"", b"q", b"Q")
+                    return bool(typed := os.read(0, 100)) and b"q" not in typed.lower()
         except OSError:  # the terminal is gone
             return False
         return True
@@ -16729,16 +16700,17 @@ def stand(
     run = ledger.latest(name) if name in app.config.jobs else app.find_run(ledger, name)
     job = run.job if run else name
     stands = standing(ledger, run, app.host) if run else never_run(job)
-    tags = app.config.jobs[job].tags if job in app.config.jobs else ()
-    closed = lockfile is not None and closes(lockfile.scopes, job, tags)
-    found = [stuck_cleanup(ledger, cleanup) for cleanup in stuck if cleanup.job == job]
-    rate = ledger.rate(run) if run and run.state in OWNED else 0.0
-    numbers = ledger.last_success(job), ledger.refused_since_success(job)
-    made = summarise_job(job, run, closed_standing(stands, closed=closed), *numbers, found, rate)
-    known = app.config.jobs.get(job)
-    stuck_run = known and stalled(ledger, known, run, app.host)
-    missed = late(ledger, known, app.host, lockfile) if known else ""
-    made = summarise_trouble(made, numbers[0], stuck_run, missed, ledger.left_open(job))
+    known, success = app.config.jobs.get(job), ledger.last_success(job)
+    closed = lockfile is not None and closes(lockfile.scopes, job, known.tags if known else ())
+    made = summarise_job(
+        *(job, run, closed_standing(stands, closed=closed), success),
+        ledger.refused_since_success(job),
+        stuck=[stuck_cleanup(ledger, cleanup) for cleanup in stuck if cleanup.job == job],
+        rate=ledger.rate(run) if run and run.state in OWNED else 0.0,
+        stalls=stalled(ledger, known, run, app.host) if known else None,
+        late=late(ledger, known, app.host, lockfile) if known else "",
+        left_open=ledger.left_open(job),
+    )
     if run and more:
         about = {"about": summarise_about(ledger, run, app.host), **more(app, ledger, run)}
         obstacles = about.pop("obstacles", [])
@@ -16805,22 +16777,12 @@ def report_command(app: App, *, run: str | None, number: int | None, **how: Any)
     with app.ledger(write=False) as ledger:
         found = app.find_run(ledger, run) if run else None
         if how["since"]:
-            since = begun_since(how["since"], app.host.now())
+            since = moment_of("--since", how["since"], app.host.now())
             rows = ledger.summaries(since, found and found.job, COMPARED_MOST)
             document = summarise_runs(rows, since, found and found.job)
-            sheet = sheet_of_runs(document)
-            return show_report(app, render_sheet(sheet), document, sheet, how)
+            return show_report(app, document, sheet_of_runs(document), how)
         document = summary_of(app, ledger, cast("Run", found))
-    return show_report(app, render_report(document), document, sheet_of_run(document), how)
-
-
-def begun_since(text: str, now: str) -> str:
-    """Return the moment that lies a duration before now."""
-    try:
-        ago_ns = int(parse_duration(text) * 1_000_000_000)
-    except ValueError as error:
-        raise ConfigurationError(f"--since {text!r}: {error}", todo="Write: --since 30d") from error
-    return utc_text(max(0, int(datetime.fromisoformat(now).timestamp() * 1e9) - ago_ns))
+    return show_report(app, document, sheet_of_run(document), how)
 
 
 def summary_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
@@ -16834,7 +16796,7 @@ def summary_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
 
 
 def show_report(
-    app: App, text: str, document: dict[str, Any], sheet: Sheet, how: Mapping[str, Any]
+    app: App, document: dict[str, Any], sheet: Sheet, how: Mapping[str, Any]
 ) -> ExitCode:
     """Write a report in the form that was asked for."""
     if how["html"]:
@@ -16843,7 +16805,9 @@ def show_report(
         content = render_html(sheet._replace(parts=parts), app.host.now()).encode()
         write_atomically(path, content, mode=0o666)
         text, document = f"written: {path}", {"html": str(path), "bytes": len(content)}
-    app.console.result(render_markdown(sheet) if how["markdown"] else text, document)
+    else:
+        text = render_markdown(sheet) if how["markdown"] else render_sheet(sheet)
+    app.console.result(text, document)
     return ExitCode.DONE
 
 
@@ -16862,7 +16826,7 @@ def logs_command(app: App, *, run: str, follow: bool, level: str, since: str | N
     """Show what a run's job logged and printed, and what batchrun did, in order."""
     if (least := LEVELS.get(level.upper())) is None:
         raise ConfigurationError(f"--level {level!r} is none of {', '.join(LEVELS)}.")
-    after = parse_past(since, app.host.now()) if since else ""
+    after = moment_of("--since", since, app.host.now()) if since else ""
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         for line in log_lines(app, run, follow=follow):
             if line.at >= after and LEVELS.get(line.level, LEVELS["INFO"]) >= least:
@@ -16923,7 +16887,7 @@ def maintenance_on_command(
 ) -> ExitCode:
     """Close the door: nothing new starts, what runs goes on."""
     closed = scopes_of(app.config, **scopes)
-    moment = parse_until(until, app.host.now()) if until else None
+    moment = moment_of("--until", until, app.host.now(), sign="+") if until else None
     words = {"by": by or app.who, "reason": mask_secrets(reason)}
     with app.ledger(write=True, create=True) as ledger:
         begin = app.state.maintenance.begin
@@ -17033,38 +16997,25 @@ def scopes_of(
     return scopes
 
 
-def parse_until(text: str, now: str) -> str:
-    """Return when a maintenance ends as UTC text: "+30m", or a moment, local without a zone."""
-    begun = datetime.fromisoformat(now)
-    try:
-        if text.startswith("+"):
-            moment = begun + timedelta(seconds=parse_duration(text[1:]))
-        else:
+def moment_of(option: str, text: str, now: str, sign: str = "") -> str:
+    """Return a moment as UTC text: a duration before now, or a time; local without a zone.
+
+    With sign "+" it is a duration after now, and is to come.
+    """
+    with contextlib.suppress(ValueError, OverflowError):
+        try:
+            seconds = parse_duration(text.removeprefix(sign))
+            begun = datetime.fromisoformat(now)
+            moment = begun + timedelta(seconds=seconds if sign else -seconds)
+        except ValueError:
             moment = datetime.fromisoformat(text).astimezone()
-    except (ValueError, OverflowError) as error:
-        what = f"--until {text!r} is neither a duration nor a moment."
-        todo = "Write: --until +30m, or --until 2026-01-31T17:30"
-        raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo) from error
-    if moment <= begun:
-        what = f"--until {text!r} has passed."
-        raise ConfigurationError(what, unchanged="Nothing was changed.")
-    return utc_of(moment)
-
-
-def utc_of(moment: datetime) -> str:
-    """Return a moment as UTC text."""
-    return utc_text(int(moment.timestamp() * 1000) * 1_000_000)
-
-
-def parse_past(text: str, now: str) -> str:
-    """Return a moment in the past as UTC text: "2h" ago, or a moment, local without a zone."""
-    try:
-        return utc_of(datetime.fromisoformat(now) - timedelta(seconds=parse_duration(text)))
-    except (ValueError, OverflowError):
-        with contextlib.suppress(ValueError, OverflowError):
-            return utc_of(datetime.fromisoformat(text).astimezone())
-    what = f"--since {text!r} is neither a duration nor a moment."
-    raise ConfigurationError(what, todo="Write: --since 2h, or --since 2026-01-31T17:30")
+        found = utc_text(int(moment.timestamp() * 1000) * 1_000_000)
+        if not sign or found > now:
+            return found
+        raise ConfigurationError(f"{option} {text!r} has passed.", unchanged="Nothing was changed.")
+    what = f"{option} {text!r} is neither a duration nor a moment."
+    todo = f"Write: {option} {sign}30m, or {option} 2026-01-31T17:30"
+    raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo)
 
 
 @command(
@@ -17591,8 +17542,8 @@ def doctor_command(app: App, *, job: str | None, alerts: bool) -> ExitCode:
     app.require_trusted()
     if job is not None:
         app.config.job(job)
-    rows = [] if alerts else doctor(app.state, app.config, job, app.host)
-    rows += examine_alerts(app.state, app.config, job, app.host, sends=alerts)
+    of = (app.config, job, app.host)
+    rows = list(sent_tests(*of)) if alerts else doctor(app.state, *of)
     app.console.result(render_examined(rows), {"examined": [row._asdict() for row in rows]})
     wrong = any(row.state != Wellness.OK for row in rows)
     return ExitCode.FINDINGS if wrong else ExitCode.DONE
@@ -17685,6 +17636,9 @@ def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) 
         "Name a job or --tick, not both.": bool(job) == asked["tick"],
         "--tick comes every five minutes; it takes no --every.": asked["tick"] and every,
         "--every and --on-failure take one line of text.": not f"{every}{on_failure}".isprintable(),
+        "--every is not the five fields of cron.": (
+            asked["cron"] and len(EVERY.get(every or "daily", ("", every))[1].split()) != 5
+        ),
         "--cron only prints a line.": asked["cron"] and (asked["install"] or on_failure),
         "--force is for --install.": asked["force"] and not asked["install"],
         f"The path {words[0]} or {config.path} cannot stand in a unit or crontab.": (

@@ -284,8 +284,12 @@ def test_markdown_has_the_same_sections_and_escapes_what_others_wrote(shop: Proj
 
 
 def test_text_that_would_turn_a_line_around_or_ring_a_bell_is_made_harmless() -> None:
-    assert batchrun.printable("a\x07\x1b[1m\u202eb\tc\ud800") == "a\ufffd\ufffd[1m\ufffdb\tc\\ud800"
+    shown = r"a\x07\x1b[1m\u202eb" + "\t" + r"c\ud800"
+    assert batchrun.as_html("a\x07\x1b[1m\u202eb\tc\ud800") == shown
     assert batchrun.as_markdown("a\n# b  *c*") == r"a \# b \*c\*"
+    starts = {"- a": r"\- a", "+ a": r"\+ a", "1. a": r"1\. a", "2) a": r"2\) a", "==": r"\=="}
+    starts |= {"13.5 ms": "13.5 ms", "-": "-", "-5": "-5", "--": r"\--"}
+    assert {start: batchrun.as_markdown(start) for start in starts} == starts
     assert batchrun.as_html("password=hunter2 <b>") == "password=*** &lt;b&gt;"
     assert batchrun.as_html('<a href="x">&') == "&lt;a href=&quot;x&quot;&gt;&amp;"
 
@@ -448,8 +452,9 @@ def test_runs_since_a_moment_are_compared_in_each_form(shop: Project) -> None:
         ("report drain --html a.html", "A drain has no such report.\nWrite: batchrun report drain"),
         (
             "report --since 30",
-            """--since '30': a duration with its unit is wanted, such as "90s", "3m" or "1h30m"
-Write: --since 30d""",
+            """--since '30' is neither a duration nor a moment.
+Nothing was changed.
+Write: --since 30m, or --since 2026-01-31T17:30""",
         ),
     ],
 )

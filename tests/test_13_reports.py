@@ -88,27 +88,81 @@ REJECT = RejectRow(
     spot=(1, 2, 0),
 )
 
+COURSE = {
+    "until_at": "2026-01-31T23:59:00.000Z",
+    "duration_s": 3540.0,
+    "at_work_s": 599.0,
+    "records_per_s": 16.694,
+    "batch_p95_s": 2.5,
+    "span_s": 29.5,
+    "spans": [],
+    "operations": [],
+    "open_operations": [],
+    "why": "",
+    "next": "batchrun resume a1b2c3d4e5",
+}
 REPORT = """\
-run a1b2c3d4e5 of stock: paused (stop)
-  begun     2026-01-31 23:00:00Z
-  ended     -
-  records   10,000 of 24,000 read, 9,000 inserted, 999 updated, 1 rejected
-  commits   3, of them 2 batches
-  time      1.00 s reading, 2.00 s the job's work, 0.30 s batchrun (10.0 % of that)
-attempts
-  1  2026-01-31 23:00:01Z  raised, commits 1 to 3, charged as a try, peak 38 MB
-     The job raised ValueError: no.
-     released connection in 12.3 ms
-     released feed in 0.0 ms  FAILED: OSError: gone
-rejected records
-  commit 2  SKU-7: quantity is 'x'
-events
-      7  2026-01-31 23:00:00Z  started: why"""
+stock: paused (stop)
+
+Run a1b2c3d4e5
+It began 2026-01-31 23:00:00Z and is not finished.
+Where the time went: 1.00 s reading, 2.00 s the job's work, 0.30 s batchrun (10.0 % of that).
+  records read              10,000 of 24,000
+  inserted                  9,000
+  updated                   999
+  rejected                  1
+  records per second        17
+  took                      59m00s
+  at work                   9m59s
+  paused by health          0 s
+  attempts                  1
+  commits                   3
+  batches                   2
+  95 of 100 batches within  2.5 s
+to type: batchrun resume a1b2c3d4e5
+
+Over time
+Time is in UTC. Shaded: no attempt was under way, 1 s in all.
+  Attempts and health       memory not checked; connections not checked; dependencies not checked
+
+Attempts
+attempt  began (UTC)           took   how it ended              commits  peak   error
+1        2026-01-31 23:00:01Z  9m59s  raised, charged as a try  3        38 MB  The job raised \
+ValueError: no.
+
+Operations
+None.
+
+Rejects
+id  commit  loop  state  record  reason
+1   2       main  open   SKU-7   quantity is 'x'
+to type: batchrun rejects list a1b2c3d4e5
+
+Releases, last in, first out
+attempt and place  released    took     error
+1.1                connection  12.3 ms
+1.2                feed        0 s      OSError: gone
+
+Recorded cleanups
+None.
+
+Events
+when (UTC)            what     who            why
+2026-01-31 23:00:00Z  started  supervisor 10  why"""
 
 
 def test_a_report_tells_counts_attempts_releases_rejects_and_events() -> None:
-    summary = batchrun.summarise(RUN, [ATTEMPT], [REJECT], [EVENT])
-    assert batchrun.render_report(summary) == REPORT
+    summary = batchrun.summarise(RUN, [ATTEMPT], [REJECT], [EVENT]) | COURSE
+    assert batchrun.render_sheet(batchrun.sheet_of_run(summary)) == REPORT
+
+
+def test_columns_stand_below_each_other_whatever_the_letters_are() -> None:
+    rows = [["key", "job", "why"], ["库存/7", "e\u0301", "a\nb"], ["x" * 70, "y" * 70, "z" * 70]]
+    assert batchrun.render_table(rows).splitlines() == [
+        f"key{' ' * 69}job{' ' * 59}why",
+        f"库存/7{' ' * 66}e\u0301{' ' * 61}a b",
+        f"{'x' * 70}  {'y' * 57}...  {'z' * 70}",
+    ]
 
 
 def test_a_summary_is_json_without_the_checkpoint_and_with_units_in_its_names() -> None:
@@ -125,8 +179,8 @@ def test_an_attempt_without_an_ending_is_not_given_one() -> None:
         charged=0, ending=None, to_number=None, peak_rss_bytes=None, releases=[]
     )
     summary = batchrun.summarise(RUN, [going_on._replace(error=None)], [], [])
-    line = "  1  2026-01-31 23:00:01Z  going on, or left by its owner"
-    assert batchrun.render_attempt(summary["attempts"][0]) == [line]
+    row = ["1", "2026-01-31 23:00:01Z", "9m59s", "going on, or left by its owner", "0", "-", ""]
+    assert batchrun.row_of_attempt(summary["attempts"][0]) == row
 
 
 NOW = "2026-02-01T00:01:00.000Z"
@@ -194,11 +248,10 @@ def test_the_status_of_one_job_ends_with_why_and_one_line_to_type() -> None:
         "  records       10,000 of 24,000\n"
         "  batches       2, newest commit 1m10s ago, median 0.50 s, 95th percentile 1.25 s\n"
         '  loops         step make table done, now loop main after key "SKU-7"\n'
-        "  attempt       1  2026-01-31 23:00:01Z  raised, commits 1 to 3, charged as a try,"
-        " peak 38 MB  (1 earlier ones)\n"
-        + 3
+        "  attempts      5\n"
+        + 4
         * (
-            "  attempt       1  2026-01-31 23:00:01Z  raised, commits 1 to 3, charged as a try,"
+            "  attempt       1  2026-01-31 23:00:01Z  9m59s: raised, charged as a try, commits 3,"
             " peak 38 MB\n"
         )
         + "  reading       38 MB of memory used, 1.5 GB available (host), 3 connections, 20s ago\n"

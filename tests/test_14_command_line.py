@@ -85,6 +85,16 @@ def everything_in(folder: Path) -> dict[str, tuple[int, int, int]]:
 # --- where words go -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_is_said_shows_no_secret(*, as_json: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    console = batchrun.Console(batchrun.Host())
+    console.as_json, console.tells = as_json, True
+    console.say("asked https://joe:hunter22@example.org")
+    out, err = capfd.readouterr()
+    assert "joe:***@example.org" in (out if as_json else err)
+    assert "hunter22" not in out + err
+
+
 def test_a_run_that_nobody_watches_says_nothing_when_all_is_well(shop: Project) -> None:
     assert shop.run("run", "count") == Ended(0, "", "")
 

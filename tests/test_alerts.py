@@ -26,11 +26,15 @@ from batchrun import (
     Ending,
     ExitCode,
     Host,
+    Launch,
     Ledger,
     Lockfile,
     Reason,
+    Rollback,
+    RunState,
     load_config,
     open_ledger,
+    ping_of,
 )
 
 WORDS = """["sh", "-c", "told=$(cat); printf '%s\\\\n' \\"$told\\" >> told.jsonl"]"""
@@ -298,6 +302,18 @@ def test_a_timer_that_never_fires_is_noticed_from_the_first_tick_on(desk: Desk) 
     assert "no success for 1d12h, one is expected every 1d00h, it never had one." in desk.text
 
 
+def test_a_timer_that_never_fires_is_noticed_where_no_job_ever_ran(project: Project) -> None:
+    write_job(project)
+    assert project.run("resume", "--all") == Ended(0, "", "")
+    assert not project.state.exists()  # nobody said that a success is expected
+    path = project.folder / "batchrun.toml"
+    path.write_text(f'{path.read_text()}expect_every = "1ms"\n')
+    assert project.run("resume", "--all") == Ended(0, "", "")
+    ended = project.run("status")
+    assert ended.code == 3
+    assert re.search(r"\nlate: sync, no success for \S+, .*, it never had one\n", ended.out)
+
+
 def test_a_job_is_late_under_maintenance_too_and_a_forgotten_one_is_told(desk: Desk) -> None:
     desk.configure('expect_every = "1d"')
     desk.end(Ending.SUCCEEDED)
@@ -312,6 +328,17 @@ def test_a_job_is_late_under_maintenance_too_and_a_forgotten_one_is_told(desk: D
     desk.lockfile = None
     assert [desk.tick(), desk.tick()] == [["late", "overdue", "recovered"]] * 2
     assert desk.text.startswith("Maintenance is not overdue any more.\nIt was overdue since 20")
+
+
+def test_an_alert_of_a_job_that_is_taken_out_of_the_configuration_stands_no_more(
+    desk: Desk,
+) -> None:
+    desk.end(Ending.RAISED)
+    assert desk.tick() == ["failed"]
+    path = desk.folder / "batchrun.toml"
+    path.write_text(f"{COMMAND}[jobs.other]\n")
+    desk.config = load_config(path)
+    assert [desk.tick(), desk.ledger.alerts()] == [["failed"], []]
 
 
 def test_only_what_on_names_is_told(desk: Desk) -> None:
@@ -546,6 +573,18 @@ def test_a_webhook_that_hangs_changes_neither_exit_code_nor_letter_and_a_refusal
     assert len(deliveries(project)) == 1
 
 
+def test_whatever_goes_wrong_with_telling_changes_no_exit_code(project: Project) -> None:
+    alert(project, COMMAND)
+    path = project.folder / "batchrun.toml"
+    path.write_text(path.read_text().replace("[jobs.sync]", '[jobs.sync]\nexpect_every = "1d"'))
+    assert project.run("run", "sync") == Ended(0, "", "")
+    with closing(apsw.Connection(str(project.state / "ledger.db"))) as ledger:
+        ledger.execute("UPDATE run SET ended_at = 'yesterday'")
+    ended = project.run("-v", "run", "sync", "--batches", "1")
+    assert ended.code == 75
+    assert "warning: not everybody was told: Invalid isoformat string: 'yesterday'" in ended.err
+
+
 def test_a_command_is_not_called_with_the_supervisors_stops_blocked(project: Project) -> None:
     words = '["cp", "/proc/self/status", "status.txt"]'  # no shell: that unblocks them by itself
     alert(project, f"[alerts]\ncommand = {words}\n", before_8=RAISES)
@@ -623,6 +662,19 @@ def test_a_ping_that_hangs_holds_no_batch_up_and_a_newer_one_takes_its_place(
     ]
 
 
+def test_a_retry_and_a_rollback_are_not_the_job_and_ping_nobody(desk: Desk, ear: Ear) -> None:
+    desk.configure(f'ping = "{ear.url}/x1y2"')
+    run = admit(desk.ledger).run._replace(state=RunState.SUCCEEDED)
+    assert [ping.kind for ping in ping_of(run, Launch("sync"), ExitCode.DONE)] == ["ping success"]
+    for other in (run._replace(retry_of="r0"), run._replace(rollback_of="r0")):
+        Alerts(desk.config, desk.ledger, desk.host).ping(other)
+        assert ping_of(other, Launch("sync"), ExitCode.DONE) == []
+        assert ping_of(other, Launch("sync"), ExitCode.FAILED) == []
+    refused = Launch("sync", rollback=Rollback(run, 0, 1))
+    assert ping_of(None, refused, ExitCode.PERSON_NEEDED) == []
+    assert (desk.ledger.alerts("true"), ear.heard) == ([], [])
+
+
 # --- secrets --------------------------------------------------------------------------------------
 
 
@@ -691,12 +743,17 @@ def test_doctor_finds_a_job_that_is_expected_and_that_nobody_would_miss(project:
     write_job(project)
     path = project.folder / "batchrun.toml"
     path.write_text(f'{path.read_text()}expect_every = "1d"\n')
-    assert project.run("run", "sync").code == 0
 
     def found() -> list[Any]:
         rows = project.run("--json", "doctor", "sync").document["examined"]
-        return [row["answer"] for row in rows if row["asked"] == "expect_every of sync"]
+        return [
+            row["answer"]
+            for row in rows
+            if row["name"] == "expect_every of sync" and row["state"] == "bad"
+        ]
 
+    assert found() == ["no tick was ever seen"]
+    assert project.run("run", "sync").code == 0
     assert found() == ["no tick was ever seen"]
     assert project.run("resume", "--all") == Ended(0, "", "")
     assert found() == []

@@ -19,22 +19,22 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
     "Vocabulary": 600,
-    "Host": 815,
-    "Configuration": 1_150,
+    "Host": 820,
+    "Configuration": 1_165,
     "Checkpoints": 485,
-    "Ledger": 2_700,
-    "Locks and maintenance": 450,
+    "Ledger": 2_710,
+    "Locks and maintenance": 445,
     "Health": 900,
     "Jobs": 2_840,
     "Operations": 630,
-    "Recovery": 1_025,
-    "Worker": 900,
-    "Supervisor": 1_995,
-    "Reports": 1_565,
-    "Command line": 1_715,
+    "Recovery": 1_050,
+    "Worker": 895,
+    "Supervisor": 1_970,
+    "Reports": 1_520,
+    "Command line": 1_700,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 17_886  # must stay under
+LINES_IN_ALL = 17_840  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

@@ -100,6 +100,18 @@ def test_what_batchrun_did_stands_between_what_the_job_said(project: Project) ->
     assert shown[-1].startswith("WARNING batchrun: failed: The job raised ValueError: no shelf")
 
 
+def test_a_line_that_was_begun_swallows_no_other(project: Project) -> None:
+    begun = "print('wait', end='', flush=True);"
+    write_job(project, f"{begun} sys.stderr.write('no\\n'); {begun} ctx.log.error('full'); 1/0")
+    assert project.run("run", "talk").code == 1
+    assert texts(project, "--level", "ERR")[:3] == [
+        "no",
+        "full",
+        "Traceback (most recent call last):",
+    ]
+    assert texts(project, "--level", "OUT")[1:5] == ["wait", "no", "wait", "full"]
+
+
 def test_only_lines_of_a_level_and_since_a_moment_are_shown(project: Project) -> None:
     write_job(project, MANY_WAYS)
     assert project.run("run", "talk").code == 0
@@ -112,6 +124,7 @@ def test_only_lines_of_a_level_and_since_a_moment_are_shown(project: Project) ->
         "at"
     ]
     assert texts(project, "--since", at, "--level", "WARNING") == warned
+    assert texts(project, "--since", "400000d", "--level", "ERR")  # 1,095 years: since ever
 
 
 @pytest.mark.parametrize(

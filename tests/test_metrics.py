@@ -186,6 +186,19 @@ def test_a_folder_that_is_not_there_is_told_of(project: Project) -> None:
     assert ended.err.splitlines()[0] == "The system refused: No such file or directory: nowhere."
 
 
+def test_doctor_finds_a_folder_that_the_metrics_cannot_be_written_to(project: Project) -> None:
+    write(project, 'metrics_folder = "textfiles"\n')
+    folder = project.folder / "textfiles"
+
+    def found() -> list[str]:
+        examined = project.run("--json", "doctor").document["examined"]
+        return [f"{r['answer']} {r['todo']}" for r in examined if r["name"] == "metrics_folder"]
+
+    assert found() == [f"{folder} cannot be written to ls -ld {folder}"]
+    folder.mkdir()
+    assert found() == [f"{folder} can be written to "]
+
+
 def test_the_file_is_written_after_each_run_and_tick_and_never_fails_one(project: Project) -> None:
     write(project, 'metrics_folder = "textfiles"\n')
     assert project.run("run", "sync") == Ended(0, "", "")

@@ -95,6 +95,14 @@ def test_nothing_goes_while_everything_is_kept_for_ever(place: Place) -> None:
     assert place.left() == ["old", "newer"]
 
 
+@pytest.mark.parametrize("days", [5e5, 1e9])
+def test_what_is_kept_for_a_thousand_years_stays(place: Place, days: float) -> None:
+    place.run("old")
+    place.run("newest")
+    assert place.prune(days * 86_400)[:2] == ("1970-01-01T00:00:00.000Z", [])
+    assert place.left() == ["old", "newest"]
+
+
 def test_a_few_at_a_time_the_newest_first(place: Place) -> None:
     for number in range(5):
         place.run(f"r{number}")
@@ -239,6 +247,32 @@ def test_behind_an_open_barrier_all_stays_that_it_found(place: Place) -> None:
     place.ledger._sql("UPDATE barrier SET closed = opened, closed_at = ?", (OLD,))
     assert len(place.prune().runs) == 1
     assert place.ledger._rows("SELECT * FROM barrier") == []
+
+
+def test_alerts_go_with_their_deliveries_but_not_while_they_stand_or_are_to_be_told(
+    place: Place,
+) -> None:
+    alert = "INSERT INTO alert (at, event, kind, about, why, todo, pending, closed_at)"
+    for about, pending, closed_at in (
+        *(("closed", "[]", OLD), ("stands", "[]", None)),
+        *(("to be told", '["command"]', OLD), ("closed now", "[]", NEW)),
+    ):
+        row = (OLD, about, pending, closed_at)
+        place.ledger._sql(f"{alert} VALUES (?, 1, 'late', ?, '', '', ?, ?)", row)
+    sql = "INSERT INTO delivery (alert, way, at) SELECT id, 'command', at FROM alert"
+    place.ledger._sql(sql)
+    place.prune()
+    left = "SELECT about FROM alert JOIN delivery d ON d.alert = alert.id ORDER BY d.id"
+    assert place.ledger._rows(left) == [("stands",), ("to be told",), ("closed now",)]
+    assert place.ledger._rows("SELECT count(*) FROM delivery") == [(3,)]
+
+
+def test_since_when_a_job_is_expected_stays_known(place: Place) -> None:
+    place.ledger.tick(["other"])
+    place.ledger.note("someone", "said", "the newest")
+    place.ledger._sql("UPDATE event SET at = ?", (OLD,))
+    place.prune()
+    assert place.ledger.first_met("other") == OLD
 
 
 def test_a_run_that_became_needed_since_the_look_stays(place: Place) -> None:
