@@ -3610,6 +3610,7 @@ FROM (SELECT at, read, rejected, elapsed_s, rss_bytes, NULL AS held, NULL AS ava
     FROM health_timeline WHERE run = ?2)
 GROUP BY at_s ORDER BY at_s"""
 SPANS_MOST = 120  # enough for a page: 90 s each in three hours
+SPAN_BATCHES = 5  # in a span, or their edges would look like changes of the rate
 # 95 of 100 batches of a run (?1) took no longer.
 SLOW = """SELECT elapsed_s FROM batch WHERE run = ?1 AND kind = 'batch' ORDER BY elapsed_s LIMIT 1
   OFFSET (SELECT (count(*) * 95 + 99) / 100 - 1 FROM batch WHERE run = ?1 AND kind = 'batch')"""
@@ -4154,7 +4155,8 @@ class Ledger:
         """Return how a run went over time, added up in here, as fields of its report."""
         columns = "until_at, duration_s, at_work_s, records_per_s"
         [total] = self._named(f"SELECT {columns} FROM run_summary WHERE run = ?", run.id)
-        span_s = max(total["duration_s"], 1.0) / SPANS_MOST
+        batch_s = (total["at_work_s"] or 0.0) / max(1, run.batches)
+        span_s = max(total["duration_s"] / SPANS_MOST, SPAN_BATCHES * batch_s, 1 / SPANS_MOST)
         spans = self._named(SPANS, run.key, run.id, run.created_at, span_s, SPANS_MOST)
         counts = "SELECT outcome, operations FROM operation_summary WHERE run = ?"
         return {
@@ -15021,21 +15023,26 @@ NOTHING_TO_DO = ("batchrun report", "batchrun pause")
 
 
 def render_status(jobs: list[dict[str, Any]], now: str, columns: int = 0) -> str:
-    """Return a table of jobs as text, and below it what to type for those that need it.
+    """Return a table of jobs as text, and below it what to type for those that began something.
 
-    `!` stands before a job that needs someone. `columns`: the width of the terminal, 0 if none.
+    `!` stands before a job that needs someone; such jobs come first. `columns`: the width of the
+    terminal, 0 if none.
     """
-    rows = ([cell(job, now) for cell in STATUS.values()] for job in jobs)
+    ordered = sorted(jobs, key=itemgetter("needs_someone"), reverse=True)
+    rows = ([cell(job, now) for cell in STATUS.values()] for job in ordered)
     table = fit_table([list(STATUS), *rows], columns)
     deferred = [
         f"deferred: {job['job']}, for {age_text(job['deferred_since'], now)}"
         for job in jobs
         if job["deferred_since"]
     ]
-    todos = []
-    for job in sorted(jobs, key=itemgetter("needs_someone"), reverse=True):
-        which = f" for {job['job']}" * (len(jobs) > 1)
-        todos += [f"to type{which}: {job['next']}"] * (not job["next"].startswith(NOTHING_TO_DO))
+    which = " for {}" * (len(jobs) > 1)
+    asking = [job for job in ordered if job["run"] or len(jobs) == 1]
+    todos = [
+        f"to type{which.format(job['job'])}: {job['next']}"
+        for job in asking
+        if not job["next"].startswith(NOTHING_TO_DO)
+    ]
     stuck = [line for job in jobs for line in render_stuck(job)]
     loud = [f"{k}: {j['job']}, {j[k]}" for j in jobs for k in ("stalled", "late") if j[k]]
     return "\n".join([table, *deferred, *loud, *todos, *stuck])
@@ -15196,9 +15203,11 @@ def sparkline(values: Sequence[float], bars: str) -> str:
 
 
 def frame(head: list[str], tail: list[str], columns: int, rows: int) -> list[str]:
-    """Return lines that fit a screen: all of the head, and of the tail the newest."""
+    """Return lines that fit a screen: the head from its top, and of the tail the newest."""
     newest = tail[-max(1, rows - len(head)) :]
-    return [cut(visible(line), columns) for line in [*head, *newest][:rows]]
+    lines = [cut(visible(line), columns) for line in [*head, *newest]]
+    more = f"... and {len(lines) - rows + 1} lines more: batchrun status"
+    return lines if len(lines) <= rows else [*lines[: rows - 1], cut(more, columns)]
 
 
 def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:

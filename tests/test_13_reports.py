@@ -232,8 +232,7 @@ def test_the_status_of_all_jobs_is_a_table_and_what_to_type() -> None:
         "stock   paused (stop)  2m00s  2        10,000   24,000  42%   -          -\n"
         "prices  never run      -      -        -        -       -     -          12\n"
         "orders  succeeded      2m00s  2        5        -       -     1d04h ago  -\n"
-        "to type for stock: batchrun resume a1b2c3d4e5\n"
-        "to type for prices: batchrun run prices"
+        "to type for stock: batchrun resume a1b2c3d4e5"
     )
 
 

@@ -184,11 +184,10 @@ def test_forty_jobs_with_long_names_are_forty_lines_that_fit(columns: int) -> No
     lines = batchrun.render_status(crowd(), NOW, columns).splitlines()
     table, todos = lines[:41], lines[41:]
     assert max(map(width, table)) <= columns
-    assert [line.removeprefix("! ")[:6] for line in table[1:]] == [
-        f"job_{number:02d}" for number in range(40)
-    ]
+    numbers = [7, *(number for number in range(40) if number != 7)]  # the 7th needs someone
+    assert [line.removeprefix("! ")[:6] for line in table[1:]] == [f"job_{n:02d}" for n in numbers]
     assert len(todos) == 40
-    assert todos[0].startswith("to type for job_07_xxx")  # it needs someone, so it comes first
+    assert todos[0].startswith("to type for job_07_xxx")
     assert (table[0].split() == WIDE) == (columns >= 160)
 
 
@@ -331,8 +330,7 @@ def test_what_maintenance_would_refuse_is_not_told_to_be_typed(
     assert shown.splitlines()[-1] == f"to type: {off}batchrun resume {run}"
     why = "  why           Maintenance is on and closes the job: nothing of it starts.\n"
     assert (why in shown) == bool(off)
-    line = f"to type for other: {off}batchrun run other\n" if not scopes else ""
-    assert line in project.run("status").out
+    assert "to type for other" not in project.run("status").out  # nothing of it has begun
 
 
 def test_a_maintenance_changes_nothing_of_what_it_does_not_refuse() -> None:
