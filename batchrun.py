@@ -13319,7 +13319,9 @@ class Supervisor:
 
     def _start(self) -> Start:
         """Return this start as the ledger judges it."""
-        launch = self._launch
+        launch, start = self._launch, self._launch.start
+        if self._anew or start == "fresh":
+            start = "fresh" if self._anew else "run"  # the next attempts go on with the new run
         return Start(
             owner=self._me,
             who=self._who,
@@ -13327,10 +13329,8 @@ class Supervisor:
             require_admission=functools.partial(
                 self._state.maintenance.require_open, self._job_config
             ),
-            require_may_go_on=functools.partial(
-                require_may_go_on, "fresh" if self._anew else launch.start, self._ledger
-            ),
-            leaves=lambda run: reply_to(launch.start, self._ledger, run) == Reply.SKIP,
+            require_may_go_on=functools.partial(require_may_go_on, start, self._ledger),
+            leaves=lambda run: reply_to(start, self._ledger, run) == Reply.SKIP,
             write_checkpoint=self._store.replace,
             overrides=launch.overrides,
             accept_settings="settings" in launch.acceptances,

@@ -605,6 +605,16 @@ def test_neither_a_fresh_start_nor_a_cancel_forgets_what_is_unknown(
     assert shop.effects == {f"push/{n}": 1 for n in range(6)}
 
 
+def test_a_fresh_start_tries_again_what_its_own_first_attempt_left_unknown(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "lookup", retry_for="30s")
+    server.plan(shop.space, "push/3", "reset after")
+    assert run(nurse, shop, "run", "push", "--fresh") == 0, said(shop)
+    assert shop.effects == {f"push/{n}": 1 for n in range(12)}
+    assert len(shop_attempts(shop)) == 2
+
+
 def test_a_run_does_not_end_with_an_unknown_operation_that_it_never_met_again(
     nurse: Nursery, server: Outside, tmp_path: Path
 ) -> None:
