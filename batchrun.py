@@ -9302,13 +9302,21 @@ class Query:
         self._names = (key,) if isinstance(key, str) else tuple(key)
         self._columns = ['s."{}"'.format(name.replace('"', '""')) for name in self._names]
         self._key_columns = ", ".join(self._columns)
-        self.key = _getter(self._names)
+        self._take: Callable[[Any], Any] | None = None  # the key from a row, once one was met
         self._connection, self._placeholder = connection, placeholder_of(connection) or "?"
         self._select, self._parameters = select.strip().rstrip(";"), tuple(parameters)
         self._lag_s, self._zone = lag, zone
         self._until: object = None  # what lag= leaves
         self._described: list[str] = []  # the columns of the newest answer that had rows
         self._is_checked = False
+
+    def key(self, row: Any) -> Any:
+        """Return a row's key, also of one that is there no more and comes from a reject."""
+        if self._take is None:
+            columns = f"(SELECT 1 AS one) AS o LEFT JOIN (\n{self._select}\n) AS s ON 1 = 0"
+            self._run(f"SELECT s.* FROM {columns}", self._parameters)  # a row of NULL: not none
+            self._take = self._taker(row)
+        return self._take(row)
 
     def read(self, after: Any, limit: int) -> tuple[list[Any], Any]:
         """Return the next rows and the last one's key; ([], None) at the end."""
@@ -9338,12 +9346,7 @@ class Query:
     def _check(self, after: Any) -> None:
         """Learn from one row what rows are like, and refuse what would lose some."""
         for row in self._ask("s.*", "LIMIT 1"):
-            names, key = list(self._described), ", ".join(self._names)
-            if missing := [name for name in self._names if name not in names]:
-                what = f"The SELECT has no column {missing[0]} for key=."
-                raise ConfigurationError(what, why=f"Its columns are {', '.join(names)}.")
-            if isinstance(row, tuple) or not hasattr(row, "keys"):
-                self.key = itemgetter(*map(names.index, self._names))
+            self._take, key = self._taker(row), ", ".join(self._names)
             nulls = " OR ".join(f"{column} IS NULL" for column in self._columns)
             if self._ask("1 AS one", "LIMIT 1", also=nulls):
                 raise _source_letter(
@@ -9360,6 +9363,16 @@ class Query:
                 self._until = self._newest(sample[0], self._lag_s)
             self._refuse_ties(after)
             self._is_checked = True
+
+    def _taker(self, row: Any) -> Callable[[Any], Any]:
+        """Return what takes the key from rows like this one: by name, else by the columns' place."""
+        names = self._described
+        if missing := [name for name in self._names if name not in names]:
+            what = f"The SELECT has no column {missing[0]} for key=."
+            raise ConfigurationError(what, why=f"Its columns are {', '.join(names)}.")
+        if isinstance(row, tuple) or not hasattr(row, "keys"):
+            return itemgetter(*map(names.index, self._names))
+        return _getter(self._names)
 
     def _refuse_ties(self, after: Any) -> None:
         """Refuse equal keys behind the cursor; those before it were refused as they were read."""
