@@ -9365,7 +9365,7 @@ class Query:
             self._is_checked = True
 
     def _taker(self, row: Any) -> Callable[[Any], Any]:
-        """Return what takes the key from rows like this one: by name, else by the columns' place."""
+        """Return what takes the key from rows like this one: by name, else by place."""
         names = self._described
         if missing := [name for name in self._names if name not in names]:
             what = f"The SELECT has no column {missing[0]} for key=."
@@ -11636,6 +11636,9 @@ class Standing(NamedTuple):
 def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
     """Return how a run stands, after looking at its processes."""
     if run.finished:
+        if unknown := ledger.open_operations(run):
+            why, todo = unknown_text(unknown), reconcile_line(run)
+            return Standing(run.state, why, todo, needs_someone=True)
         return Standing(run.state, rolled_back_text(ledger, run), f"batchrun report {run.id}")
     if run.state in OWNED or run.checks_at:
         owned = owned_standing(run, ledger.last_attempt(run), host)
@@ -14331,12 +14334,12 @@ def by_person(
 #   orphaned    not free, and its supervisor is gone
 #
 # A run is in one class, by what it is when the drain ends, and never moved to reach zero. It ends
-# with 0 if and only if all are free, none of their operations is unknown, the runs counted by event
-# ids are the runs found, nothing was admitted behind the barrier, and each of its scopes names a
-# job or a tag (else 3); with 13 if an owner is orphaned or frozen, or heeded no stop, or if an
-# operation is unknown, which no waiting will change; with 11 if others still run; with 75 or 130 if
-# it was stopped itself; with 1 if its barrier fell meanwhile. What was asked for stands, and the
-# next drain goes on.
+# with 0 if and only if all are free, no operation of a job that it closes is unknown, the runs
+# counted by event ids are the runs found, nothing was admitted behind the barrier, and each of its
+# scopes names a job or a tag (else 3); with 13 if an owner is orphaned or frozen, or heeded no
+# stop, or if an operation is unknown, which no waiting will change; with 11 if others still run;
+# with 75 or 130 if it was stopped itself; with 1 if its barrier fell meanwhile. What was asked for
+# stands, and the next drain goes on.
 #
 #   first ask      a request in the ledger, as soon as the barrier is up (not with --finish)
 #   deadline       with --then interrupt: TERM to the supervisor, and once more as a second stop; to
@@ -14381,6 +14384,8 @@ class Account(NamedTuple):
     until: int  # the event up to which it was found
     unknown: list[str]  # scopes of the barrier that name no job and no tag
     is_up: bool  # whether the barrier is up at this moment
+    # (job, run, how many): unknown operations of runs that had finished before, or have since
+    left: list[tuple[str, str, int]]
 
     @property
     def adds_up(self) -> bool:
@@ -14538,14 +14543,22 @@ class Drainer:
         until, admitted = self._ledger.newest_event(), self._ledger.admitted_behind(barrier)
         found = self._ledger.found_by(barrier, until)
         concerned = [each for each in found if self._concerns(barrier, each[0])]
+        runs = [self._found(run) for run, _ in concerned]
+        left = self._ledger.runs_with_open_operations()
+        met = {run.run for run in runs}
         return Account(
             barrier=barrier,
-            runs=[self._found(run) for run, _ in concerned],
+            runs=runs,
             counted=[run.id for run, is_counted in concerned if is_counted],
             behind=[row for row in admitted if self._closes(barrier, row[0])],
             until=until,
             unknown=[scope for scope in barrier.scopes if not self._is_known(scope)],
             is_up=self._is_up(barrier),
+            left=[
+                (run.job, run.id, count)
+                for run, count in left
+                if run.id not in met and self._concerns(barrier, run)
+            ],
         )
 
     def _is_known(self, scope: str) -> bool:
@@ -14583,7 +14596,7 @@ class Drainer:
         if not account.adds_up:
             return ExitCode.FINDINGS
         if not self._left:
-            unknown = any(each.operations for each in account.runs)
+            unknown = account.left or any(each.operations for each in account.runs)
             return ExitCode.PERSON_NEEDED if unknown else ExitCode.DONE
         if self._stops.count:
             return self._stops.exit_code()
@@ -14946,7 +14959,12 @@ def summarise_drain(
         "runs": [run._asdict() for run in account.runs],
         "total": len(account.counted),
         "sums": sums,
-        "operations": sum(run.operations for run in account.runs),
+        "operations": sum(
+            [*(run.operations for run in account.runs), *(n for *_, n in account.left)]
+        ),
+        "operations_of_others": [
+            dict(zip(("job", "run", "operations"), row, strict=True)) for row in account.left
+        ],
         "adds_up": adds_up,
         "ended": drain_text(found, account.barrier, is_up=account.is_up),
         "turned_away": [dict(zip(("done", "job", "starts"), row, strict=True)) for row in away],
@@ -14988,6 +15006,11 @@ def render_drain(summary: dict[str, Any]) -> str:
                 for run in summary["runs"]
             ),
             f"  operations  {summary['operations']} of unknown outcome",
+            *(
+                "  unknown     {operations} of run {run} of {job}; to find out:"
+                " batchrun reconcile {run}".format(**row)
+                for row in summary["operations_of_others"]
+            ),
             f"  starts      {', '.join(starts) or 'none was turned away'}",
             f"  admitted    {', '.join(behind) or 'nothing'} between {between}",
             render_door(is_up=summary["is_up"]),
@@ -17111,7 +17134,9 @@ def cancel_command(
     if outcome.letter:
         app.console.letter(outcome.letter, outcome.exit_code)
     document = {"run": ended.id, "request": Request.CANCEL, "done": True, "state": ended.state}
-    app.console.result(f"run {ended.id} of {ended.job} is {ended.state}", document)
+    with app.ledger(write=False) as ledger:
+        text = stop_text(ended, Request.CANCEL, standing(ledger, ended, app.host), is_done=True)
+    app.console.result(f"run {ended.id} of {ended.job} {text}", document)
     return outcome.exit_code
 
 
@@ -17152,7 +17177,9 @@ def stop_text(run: Run, request: Request, stands: Standing, *, is_done: bool) ->
         return f"waits; only batchrun resume {run.id} begins it"
     if is_done:
         has = "has" if run.state in (RunState.SUCCEEDED, RunState.FAILED) else "is"
-        return f"{has} {run.state}" + f" ({run.request} is asked for)" * bool(run.request)
+        unknown = f"\n{stands.why}\nto find out: {stands.todo}"
+        asked = f" ({run.request} is asked for)" * bool(run.request)
+        return f"{has} {run.state}{asked}" + unknown * (run.finished and stands.needs_someone)
     done = {Request.PAUSE: "paused", Request.CANCEL: "cancelled"}[request]
     frozen = f"\n{stands.why}\nto end it: batchrun cancel --kill {run.id}"
     return f"will be {done} at its next safe point" + frozen * stands.needs_someone

@@ -276,3 +276,23 @@ def test_a_drain_ends_with_13_while_an_operation_is_unknown(post: Post) -> None:
     words = ("--absent", "letter/d", "--why", "asked", "--apply")
     assert post.project.run("reconcile", run, *words).code == 0
     assert post.project.run("drain").code == 0
+
+
+def test_what_a_cancelled_run_left_unknown_is_told_by_cancel_status_and_drain(post: Post) -> None:
+    run = post.begin("None")
+    why = "Whether the operation 'letter/d' was done is unknown; claimed "
+    ended = post.project.run("cancel", run)
+    assert (ended.code, why in ended.out) == (0, True)
+    assert ended.out.endswith(f"to find out: batchrun reconcile {run}\n")
+    ended = post.project.run("status", "push")
+    assert (ended.code, why in ended.out) == (3, True)
+    assert f"to type: batchrun reconcile {run}\n" in ended.out
+    ended = post.project.run("drain")
+    assert ended.code == 13
+    assert "  unfinished  0 runs = " in ended.out
+    unknown = f"  unknown     1 of run {run} of push; to find out: batchrun reconcile {run}\n"
+    assert f"  operations  1 of unknown outcome\n{unknown}" in ended.out
+    words = ("--absent", "letter/d", "--why", "asked", "--apply")
+    assert post.project.run("reconcile", run, *words).code == 0
+    assert post.project.run("drain").code == 0
+    assert post.project.run("status", "push").code == 0
