@@ -15410,10 +15410,14 @@ def counts_text(summary: dict[str, Any]) -> str:
     return ", ".join([f"{of_all_text(summary)} read", *counts, f"{summary['rejected']:,} rejected"])
 
 
+TOLD_SHARE_S = 0.1  # of less than that, batchrun's share says nothing
+
+
 def time_text(summary: dict[str, Any]) -> str:
     """Return where the time went, and batchrun's own share of it."""
     read_s, work_s, own_s = summary["read_s"], summary["work_s"], summary["own_s"]
-    share = f" ({100 * own_s / (read_s + work_s):.1f} % of that)" if read_s + work_s else ""
+    rest_s = read_s + work_s
+    share = f" ({100 * own_s / rest_s:.1f} % of that)" if rest_s >= TOLD_SHARE_S else ""
     return f"{read_s:.2f} s reading, {work_s:.2f} s the job's work, {own_s:.2f} s batchrun{share}"
 
 

@@ -1,6 +1,7 @@
 """What became of an operation is found out by a person or a lookup, shown before it is recorded."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -296,3 +297,11 @@ def test_what_a_cancelled_run_left_unknown_is_told_by_cancel_status_and_drain(po
     assert post.project.run("reconcile", run, *words).code == 0
     assert post.project.run("drain").code == 0
     assert post.project.run("status", "push").code == 0
+
+
+def test_a_report_counts_operations_by_outcome_and_no_share_of_next_to_nothing(post: Post) -> None:
+    run = post.begin("None", bad="b")
+    report = post.project.run("report", run).out
+    assert re.search(r"^  outside   operations: [12] done, 1 open$", report, re.MULTILINE)
+    (time,) = [line for line in report.splitlines() if line.startswith("  time ")]
+    assert time.endswith(" s batchrun")
