@@ -10142,6 +10142,7 @@ SLICE = 64
 SLICE_S = 0.1  # a slice takes about so long, if it can
 TICK_S = 0.1  # between two looks at stops and time limits
 PER_S = {"s": 1, "m": 60, "h": 3600}
+LOOKED_UP = "operation.looked_up"  # a named point
 MET_AGAIN = "operations were recorded before and are not called again; the first is"
 
 
@@ -10182,6 +10183,7 @@ class Crew:
 
         self._of, self._host, self._limit_s = of, of.host, of.options.call_timeout_s
         self._call, self._point = call, point
+        self._what = "the lookup of operation" if point == LOOKED_UP else "operation"
         self._interval_s = interval_of(how.rate)
         self._room = how.workers if self._interval_s else sys.maxsize
         # threads sleep on the first bell, the main thread on the second; a ring says: look
@@ -10300,7 +10302,8 @@ class Crew:
 
     def _late(self, claim: Claim) -> TimeoutError:
         claim.is_late = True
-        return TimeoutError(f"operation {claim.key!r} did not end within {self._limit_s:g} s")
+        what = f"{self._what} {claim.key!r}"
+        return TimeoutError(f"{what} did not end within {self._limit_s:g} s")
 
 
 def interval_of(rate: str | None) -> float:
@@ -10476,7 +10479,7 @@ class Operations:
         """Ask the destination for each; record what is found, return what is absent."""
         lookup = cast("Callable[[str], Any]", how.lookup)
         ended = list[Claim]()
-        with Crew(self, how, lambda claim: lookup(claim.key), "operation.looked_up") as crew:
+        with Crew(self, how, lambda claim: lookup(claim.key), LOOKED_UP) as crew:
             crew.add(claims)
             while crew.ready or crew.out:
                 for claim in crew.turn():
@@ -11609,12 +11612,12 @@ def what_next(ledger: Ledger, run: Run) -> tuple[str, str]:
         if asked[-1].answered_at is None:
             return asked[-1].words, approve_line(run, asked[-1].name)
         return f"{asked[-1].name!r} is approved by {asked[-1].who}: {asked[-1].why}", todo
-    if run.reason == Reason.OPERATION:
-        unknown = ledger.open_operations(run)
-        answered = "All its operations have their outcome."
-        return (unknown_text(unknown), reconcile_line(run)) if unknown else (answered, todo)
-    last = ledger.last_attempt(run)
-    return run.error or (last and last.error) or "", todo
+    last, of_operations = ledger.last_attempt(run), run.reason == Reason.OPERATION
+    if of_operations and (unknown := ledger.open_operations(run)):
+        failed = f"\nThe last time: {last.error}" if last and last.ending != Ending.AWAITS else ""
+        return unknown_text(unknown) + failed, reconcile_line(run)
+    answered = "All its operations have their outcome." * of_operations
+    return answered or run.error or (last and last.error) or "", todo
 
 
 def approve_line(run: Run, name: str) -> str:
@@ -12713,7 +12716,8 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #                  error to which retry_if says yes (the record did not cause it), nor for one
 #                  outside a batch. It needs a target: only that tells what of a batch was done
 #   poison         max_tries charged, and plan B is not to fail: the run awaits a person. A person's
-#                  `resume` begins to count anew, and so does every start of a failed run
+#                  `resume` begins to count anew, and so does every start of a failed run. Where the
+#                  outcome of operations is unknown, as of a lookup that fails, it awaits those
 #
 # While a worker runs, health (section 7) is watched. A verdict to pause asks the worker to stop as
 # the first stop does, with the same stop_grace; no try is charged. Then, or where a check follows a
@@ -13468,7 +13472,7 @@ class Supervisor:
         if after and (is_over or self._job_config.isolate or run.size is not None):
             patience.wait_s = 0.0
         elif is_over:
-            return plan_b(run, attempt, self._job_config)
+            return plan_b(run, attempt, self._job_config, self._ledger.open_operations(run))
         elif unwell:
             why = f"{attempt.error} No try is charged: {self._health.verdict.why}"
             after = After(RunState.PAUSED, Reason.HEALTH, why)
@@ -13703,6 +13707,10 @@ class Supervisor:
 
     def _letter(self, run: Run, attempt: Attempt) -> str:
         """Return what happened, what stands, and what to type."""
+        if run.reason == Reason.OPERATION:
+            awaits = unknown_end(run, self._ledger.open_operations(run))
+            todo, unchanged = awaits.todo, awaits.unchanged
+            attempt = attempt._replace(error=run.error, unchanged=unchanged, todo=todo)
         of_run = run.reason in (Reason.POISON, Reason.RETRY, Reason.HEALTH)
         log = f"The log: {self._state.log_path(run)}\nTo go on: batchrun resume {run.id}"
         said = [run.error if of_run else attempt.error, attempt.unchanged if not of_run else ""]
@@ -13790,7 +13798,7 @@ def halved(run: Run, attempt: Attempt, options: JobConfig) -> After | None:
     return After(RunState.RESERVED, why=f"{attempt.error} To isolate it, {then}.", size=size)
 
 
-def plan_b(run: Run, attempt: Attempt, options: JobConfig) -> After:
+def plan_b(run: Run, attempt: Attempt, options: JobConfig, unknown: list[Operation]) -> After:
     """Return what becomes of a run whose batch is not to be tried again."""
     if options.on_exhausted == "fail":
         return After(RunState.FAILED, why=attempt.error or "")
@@ -13801,6 +13809,8 @@ def plan_b(run: Run, attempt: Attempt, options: JobConfig) -> After:
     if run.tries == 0:
         failed = f"no batch was open, and {limit} is reached"
     why = f"{failed[0].upper()}{failed[1:]}.\nThe last time: {attempt.error}"
+    if poison and unknown:
+        return After(RunState.AWAITING, Reason.OPERATION, f"{unknown_text(unknown)}\n{why}")
     if poison:
         return After(RunState.AWAITING, Reason.POISON, why)
     return After(RunState.PAUSED, Reason.RETRY, why)

@@ -501,6 +501,36 @@ def test_a_lookup_that_fails_is_an_error_of_the_job_and_is_asked_again(
     assert [each.ending for each in shop_attempts(shop)] == ["raised", "raised", "succeeded"]
 
 
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (("refuse", "503"), "Answered: HTTP 503"),
+        (("hang", ""), "TimeoutError: the lookup of operation 'push/3' did not end within"),
+    ],
+)
+def test_when_the_tries_of_a_lookup_are_over_the_run_awaits_its_operation_and_then_is_due(
+    nurse: Nursery, server: Outside, tmp_path: Path, fault: tuple[str, str], why: str
+) -> None:
+    shop = Shop(
+        tmp_path / "shop", server, "lookup", retry_for="30s", max_tries=3, call_timeout="500ms"
+    )
+    server.plan(shop.space, "push/3", "reset after")
+    server.plan(shop.space, "GET push/3", *fault, times=2)
+    assert run(nurse, shop, "run", "push") == 13
+    stands = shop.latest()
+    assert (stands.state, stands.reason, shop.open()) == ("awaiting", "operation", ["push/3"])
+    for words in ("run", "status"):
+        assert words == "run" or run(nurse, shop, "status", "push") == 3
+        assert "Whether the operation 'push/3' was done is unknown; claimed 20" in said(shop)
+        assert words == "status" or "Batch 1 failed 3 times, and max_tries = 3" in said(shop)
+        assert f"The last time: The job raised {why}" in said(shop)
+        assert f"batchrun reconcile {stands.id}" in said(shop)
+        assert words == "status" or f"reconcile {stands.id} --absent push/3" in said(shop)
+    shop.answer()
+    assert run(nurse, shop, "resume", "--all") == 0, said(shop)
+    assert shop.effects == {f"push/{n}": 1 for n in range(12)}
+
+
 def test_absent_is_not_believed_before_settle_has_passed(
     nurse: Nursery, server: Outside, tmp_path: Path
 ) -> None:
