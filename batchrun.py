@@ -543,7 +543,7 @@ class Operation(NamedTuple):
     generation: int
     number: int  # of the commit that it belongs to
     arguments: bytes  # SHA-256 of what the call was given
-    lookup: str | None  # JSON: what `reconcile` calls to ask the destination, if it can
+    lookup: str | None  # JSON: what `reconcile` calls to ask the destination; empty: it cannot
     irreversible: int  # whether a rollback cannot take it back, as the job says
     claimed_at: str
     outcome: str | None  # done, confirmed, freed; None: open
@@ -10633,10 +10633,10 @@ class Effects:
         self._crew.halted = True
 
 
-def recorded_lookup(lookup: Any) -> str | None:
+def recorded_lookup(lookup: Any) -> str:
     """Return a lookup as JSON that `reconcile` can call: module:name, arguments before the key.
 
-    None if another process could not: it is no plain function, nor a functools.partial of one with
+    Empty if another process could not: it is no plain function, nor a functools.partial of one with
     arguments in JSON and no secret among them.
     """
     inner = lookup if isinstance(lookup, functools.partial) else functools.partial(lookup)
@@ -10646,7 +10646,7 @@ def recorded_lookup(lookup: Any) -> str | None:
         text = _compact([f"{module}:{name}", inner.args, inner.keywords])
         if module and not set("<.").intersection(name) and mask_secrets(text) == text:
             return text
-    return None
+    return ""
 
 
 def called_lookup(recorded: str, key: str) -> Any:
@@ -14188,6 +14188,12 @@ class Answered(NamedTuple):
     why: str = ""  # nothing can be said
 
 
+NO_LOOKUP = {
+    None: "it has no lookup, so only a person can tell",
+    "": "its lookup is no plain function, so only the job itself can ask",
+}
+
+
 class Reconciler:
     """Finds out what became of operations; a person's answers and the destinations' own.
 
@@ -14287,8 +14293,8 @@ class Reconciler:
         ]
 
     def _answered(self, row: Answered, answer: list[Any]) -> Answered:
-        if row.operation.lookup is None:
-            why = "its lookup is no plain function, so only the job itself can ask"
+        if not row.operation.lookup:
+            why = NO_LOOKUP[row.operation.lookup]
             return row._replace(why=f"{row.why}\n{why}".strip())
         outcome, receipt, why = answer
         if outcome is None:
@@ -14297,35 +14303,56 @@ class Reconciler:
 
 
 def by_person(
-    rows: list[Answered], confirmed: Iterable[str], absent: Iterable[str], told: Told
+    rows: list[Answered],
+    confirmed: Iterable[str],
+    absent: Iterable[str],
+    told: Told,
+    *,
+    of_run: bool,
 ) -> list[Answered]:
     """Return the operations with a person's answers; `told` has who, why and the receipt.
 
+    `of_run`: whether they are those of one run that was named.
+
     Raises:
         NotFound: a key is none of theirs.
-        ConfigurationError: it is that of two of them.
+        ConfigurationError: it may be meant of more than one run, or the answers of two things.
     """
-    outcomes = {**dict.fromkeys(absent, FREED), **dict.fromkeys(confirmed, CONFIRMED)}
-    for key in sorted(outcomes):
-        of_runs = [row.run.id for row in rows if row.operation.key == key]
-        if not of_runs:
-            raise NotFound(
-                f"There is no operation of unknown outcome with the key {key!r}.",
-                unchanged="Nothing was changed.",
-                todo="See: batchrun reconcile",
-            )
-        if len(of_runs) > 1:
-            raise ConfigurationError(
-                f"The key {key!r} is that of operations of two jobs.",
-                unchanged="Nothing was changed.",
-                todo=f"Name the run, such as: batchrun reconcile {of_runs[0]} ...",
-            )
-    return [
-        row._replace(told=told._replace(id=row.operation.id, outcome=outcomes[row.operation.key]))
-        if row.operation.key in outcomes
-        else row
-        for row in rows
-    ]
+    outcomes: dict[int, str] = {}
+    for outcome, keys in ((FREED, absent), (CONFIRMED, confirmed)):
+        for row in (row for key in keys for row in meant_by(rows, key, of_run=of_run)):
+            if outcomes.setdefault(row.operation.id, outcome) != outcome:
+                raise half_answer(f"{row.operation.key!r} is confirmed and absent.")
+    if told.receipt and len([o for o in outcomes.values() if o == CONFIRMED]) != 1:
+        raise half_answer("--receipt is for one --confirm.")
+    answers = {row: told._replace(id=row, outcome=outcome) for row, outcome in outcomes.items()}
+    return [row._replace(told=answers.get(row.operation.id)) for row in rows]
+
+
+def meant_by(rows: list[Answered], key: str, *, of_run: bool) -> list[Answered]:
+    """Return the operation with a key; or those of a run that begin with what a `*` follows."""
+    found = [row for row in rows if row.operation.key == key]
+    several = not found and key.endswith("*")
+    if several:
+        found = [row for row in rows if row.operation.key.startswith(key[:-1])]
+    if not found:
+        raise NotFound(
+            f"There is no operation of unknown outcome with the key {key!r}.",
+            unchanged="Nothing was changed.",
+            todo="See: batchrun reconcile",
+        )
+    if not of_run and (several or len(found) > 1):
+        lines = {f"\n  {reconcile_line(row.run)} ...  ({row.run.job})": row for row in found}
+        what = f"Say of which run {key!r} is meant."
+        todo = f"Name it:{''.join(lines)}"
+        raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo)
+    return found
+
+
+def half_answer(what: str) -> ConfigurationError:
+    """Return the letter for half an answer."""
+    todo = 'Write: batchrun reconcile --confirm KEY --receipt \'{"id": 7}\' --why "..." --apply'
+    return ConfigurationError(what, unchanged="Nothing was changed.", todo=todo)
 
 
 # -- draining ------------------------------------------------------------------------------------
@@ -14727,7 +14754,7 @@ def summarise_answered(row: Answered, *, applied: bool) -> dict[str, Any]:
         "job": row.run.job,
         "commit": operation.number,
         "claimed_at": operation.claimed_at,
-        "can_look_up": operation.lookup is not None,
+        "can_look_up": bool(operation.lookup),
         "outcome": told and told.outcome,
         "receipt": told and told.receipt and json.loads(told.receipt),
         "who": told and told.who,
@@ -14741,11 +14768,11 @@ ANSWER_WORDS = {DONE: "done", CONFIRMED: "was done", FREED: "was not done", None
 
 def render_answered(documents: list[dict[str, Any]]) -> str:
     """Return operations of unknown outcome as a table, and what follows."""
-    rows = [["key", "run", "claimed at", "answer", "why"]]
+    rows = [["key", "job", "run", "claimed at", "answer", "why"]]
     for each in documents:
         answer = ANSWER_WORDS[each["outcome"]] + " (recorded)" * each["applied"]
         claimed_at = moment_text(each["claimed_at"])
-        rows.append([each["key"], each["run"], claimed_at, answer, each["why"]])
+        rows.append([each["key"], each["job"], each["run"], claimed_at, answer, each["why"]])
     return render_table(rows)
 
 
@@ -17242,32 +17269,29 @@ def reconcile_command(
     with app.ledger(write=applies) as ledger:
         reconciler = Reconciler(app.config, ledger, app.host, app.console.say)
         found = app.find_run(ledger, run) if run else None
-        rows = by_person(reconciler.unknown(found), said["confirm"], said["absent"], told)
+        answers = said["confirm"], said["absent"], told
+        rows = by_person(reconciler.unknown(found), *answers, of_run=found is not None)
         rows = reconciler.settled(rows, app.who, lookup=lookup, applies=applies)
-    return show_answered(app, rows, applies=applies)
+        return show_answered(app, ledger, rows, applies=applies)
 
 
 def told_by(
     user: str, *, confirm: Sequence[str], absent: Sequence[str], receipt: str, why: str, by: str
 ) -> Told:
     """Return what a person says, without saying of which operation; refuse half of an answer."""
-    both = sorted(set(confirm) & set(absent))
     wrong = {
-        f"{both and both[0]!r} is confirmed and absent.": bool(both),
         "An answer needs --why.": bool(confirm or absent) and not why.strip(),
-        "--receipt is for one --confirm.": bool(receipt) and len(confirm) != 1,
     }
     with contextlib.suppress(ValueError):
         receipt = receipt and _compact(json.loads(receipt))
         wrong["--receipt is not JSON."] = False
     wrong.setdefault("--receipt is not JSON.", bool(receipt))
     for what in (what for what, is_so in wrong.items() if is_so):
-        todo = 'Write: batchrun reconcile --confirm KEY --receipt \'{"id": 7}\' --why "..." --apply'
-        raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo)
+        raise half_answer(what)
     return Told(0, None, receipt or None, mask_secrets(by or user), mask_secrets(why))
 
 
-def show_answered(app: App, rows: list[Answered], *, applies: bool) -> ExitCode:
+def show_answered(app: App, ledger: Ledger, rows: list[Answered], *, applies: bool) -> ExitCode:
     """Write what is known of operations; 3 while the outcome of one is unknown."""
     documents = [summarise_answered(row, applied=applies) for row in rows]
     left = sum(not each["applied"] for each in documents)
@@ -17275,13 +17299,21 @@ def show_answered(app: App, rows: list[Answered], *, applies: bool) -> ExitCode:
     if any(each["outcome"] and not applies for each in documents):
         text += "\nnothing is recorded yet: type it again with --apply"
     elif left:
-        text += (
-            "\nto type: batchrun reconcile --lookup, or --confirm KEY or --absent KEY, and --why"
-        )
-    elif documents:
-        text += "\nthe tick goes on; at once: batchrun resume --all"
+        asks = "--lookup, or " * any(each["can_look_up"] for each in documents)
+        text += f"\nto type: batchrun reconcile {asks}--confirm KEY or --absent KEY, and --why"
+    else:
+        runs = {row.run.key: row.run for row in rows}.values()
+        text += "".join([f"\n{answered_text(ledger, run, app.host)}" for run in runs])
     app.console.result(text, {"operations": documents, "open": left})
     return ExitCode.FINDINGS if left else ExitCode.DONE
+
+
+def answered_text(ledger: Ledger, run: Run, host: Host) -> str:
+    """Return what follows for a run whose operations all have their outcome now."""
+    stands, of = standing(ledger, ledger.run(run.key), host), f"run {run.id} of {run.job}"
+    if stands.is_due:
+        return f"the tick goes on with {of}; at once: {stands.todo}"
+    return f"{of} is {stands.state}; {'see' if run.finished else 'to type'}: {stands.todo}"
 
 
 @command("Answer and mend", exits=[ExitCode.FINDINGS, ExitCode.PERSON_NEEDED])
