@@ -63,6 +63,7 @@ import signal
 import stat
 import sys
 import time
+from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
@@ -7603,6 +7604,15 @@ Write for example rate="20/s", "100/m" or "5000/h".""",
     "no such way": """once_each() cannot go on with workers={workers!r}, on_error={on_error!r}.
 Workers are threads, at least one; an error ends the attempt, or rejects its record.
 Write a whole number from 1, and "raise" or "reject".""",
+    "no call": """An operation cannot be made by {name}.
+Calling it would not run it yet: it is a coroutine or a generator.
+Give a plain function; one that calls asyncio.run(...) is one.""",
+    "not awaited": """The operation {key!r} was not made: its {what} returned a {kind}, not awaited.
+What is to be awaited has not run yet, or not to its end.
+Give a plain function; one that calls asyncio.run(...) is one.""",
+    "another thread": """The job used its context in a thread of its own.
+The ledger, the signals and the time limits of calls belong to the job's main thread.
+Do that in the main thread; once_each(workers=...) makes calls in threads.""",
     "inside a call": """The call of an operation used the job's context.
 Calls may run at the same time, and the ledger is used by one thread alone.
 Do that before or after the operation.""",
@@ -7799,8 +7809,15 @@ def unfit_for_cleanup(function: Any, module: Any, name: Any) -> Iterator[tuple[b
     yield module == "__main__", "it stands in __main__"
     found = getattr(sys.modules.get(module), name, None)
     yield found is not function, "its module has something else under this name"
-    lazy = getattr(getattr(function, "__code__", None), "co_flags", 0) & 0x2A0
-    yield bool(lazy), "calling it would not run it yet"  # a generator or a coroutine
+    yield is_lazy(function), "calling it would not run it yet"
+
+
+def is_lazy(function: Any) -> bool:
+    """Tell whether calling it would not run it yet: a generator or a coroutine."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    found = function if hasattr(function, "__code__") else type(function).__call__
+    return bool(getattr(getattr(found, "__code__", None), "co_flags", 0) & 0x2A0)
 
 
 def misfit(function: Any, arguments: dict[str, Any]) -> str:
@@ -8592,6 +8609,7 @@ class Context(Generic[S]):
         self.run_id, self.generation = course.run.id, course.generation
         self.batch_size = job_config.batch_size
         self._course, self._driver, self._acceptances = course, driver, acceptances
+        self._thread = get_ident()
         self._host, self._last_success_read = host, last_success_read
         self._frame, self._cleanups = JobFrame(), cleanups
         self._isolates, self._max_remembered = job_config.isolates, job_config.max_remembered_bytes
@@ -8791,6 +8809,8 @@ class Context(Generic[S]):
     def _operated(self, wanted: list[tuple[str, tuple[Any, ...]]], how: How) -> list[Claim]:
         """Have operations done by the worker, and count them with the open batch."""
         with self._own_code():
+            for made in filter(is_lazy, (how.call, how.lookup)):
+                raise broken("no call", name=getattr(made, "__qualname__", repr(made)))
             if self._current is not None:  # a batch that its target has would be forgotten here
                 self._current._require_open("once()")
             self._driver.pass_gate()
@@ -8995,6 +9015,9 @@ class Context(Generic[S]):
     @contextlib.contextmanager
     def _own_code(self) -> Iterator[None]:
         """Run our own code: nothing interrupts it, and the job cannot swallow what it raises."""
+        if get_ident() != self._thread and not self._calling:
+            self._broken = broken("another thread")
+            raise self._broken
         with self._frame.switched(inside=False):
             self._require_unbroken()
             try:
@@ -10233,9 +10256,23 @@ class Crew:
         claim.began = self._host.monotonic()
         try:
             claim.result = self._call(claim)
+            if hasattr(type(claim.result), "__await__"):
+                self._refuse_awaitable(claim)
         except BaseException as error:  # noqa: BLE001 - it belongs to the main thread
             claim.error = error
         reach(self._point, claim.id)
+
+    def _refuse_awaitable(self, claim: Claim) -> None:
+        """Refuse what is to be awaited; a coroutine that has not begun was surely not made."""
+        import inspect
+
+        what = "lookup" if self._point == LOOKED_UP else "call"
+        kind = type(claim.result).__name__
+        if inspect.iscoroutine(claim.result):
+            if inspect.getcoroutinestate(claim.result) == inspect.CORO_CREATED:
+                claim.began = 0.0
+            claim.result.close()
+        raise broken("not awaited", key=claim.key, kind=kind, what=what)
 
     def _make_here(self) -> list[Claim]:
         """Make calls in the main thread for a moment, each within its time limit."""
@@ -10310,7 +10347,7 @@ def interval_of(rate: str | None) -> float:
     """Return how long it is from one call to the next at a rate, in s; 0: no limit."""
     if rate is None:
         return 0.0
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)/([smh])", rate)
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)/([smh])", str(rate))
     if found is None or not float(found[1]):
         raise broken("no rate", rate=rate)
     return PER_S[found[2]] / float(found[1])
@@ -10592,7 +10629,10 @@ class Effects:
         """Take what came back: done, refused, unknown, or not begun."""
         self._claimed -= 1
         if not claim.began:
+            error = claim.error  # of a call that has made nothing
             self._again(claim, "it was not begun")
+            if error is not None:
+                self._end(error)
         elif claim.error is not None:
             self._failed(claim, claim.error)
         else:

@@ -299,6 +299,10 @@ def test_a_key_twice_in_a_batch_is_called_once_and_both_get_its_receipt(
         (('f"push/{record}"', '"x" * 513'), "An operation cannot have the key 'xxx"),
         (('f"push/{record}"', "record"), "An operation cannot have the key 0."),
         (('"none" else s.rate', '"none" else "fast"'), "cannot go on at the rate 'fast'"),
+        (('"none" else s.rate', '"none" else 20'), "cannot go on at the rate 20."),
+        (("def call(", "async def call("), "An operation cannot be made by push.<locals>.call."),
+        (("def lookup(", "async def lookup("), "cannot be made by push.<locals>.lookup."),
+        (('return send(s.url, "PUT"', 'yield send(s.url, "PUT"'), "push.<locals>.call."),
         (("workers=s.workers", "workers=0"), "cannot go on with workers=0, on_error='raise'."),
         (("on_error=s.on_error", 'on_error="skip"'), "with workers=3, on_error='skip'."),
     ],
@@ -347,6 +351,55 @@ def test_a_call_may_not_use_the_context(nurse: Nursery, server: Outside, tmp_pat
         assert run(nurse, shop, "run", "push") == 1
         assert "The call of an operation used the job's context." in said(shop)
         assert "inner" not in shop.operations()
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["once", "once_each"])
+def test_a_call_that_returns_what_was_to_be_awaited_was_not_made(
+    nurse: Nursery, server: Outside, tmp_path: Path, *, each: bool
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "keys", each=each, records=3)
+    later = "    async def later(key, record):\n        return 1\n\n    def call(key, record):\n"
+    job = (CLIENT + JOB).replace("    def call(key, record):\n", later)
+    shop.write(job.replace('return send(s.url, "PUT"', "return later(key, record) or send(0, 0"))
+    assert run(nurse, shop, "run", "push") == 1
+    letter = r"The operation 'push/\d' was not made: its call returned a coroutine, not awaited."
+    assert re.search(letter, said(shop))
+    assert "never awaited" not in said(shop)
+    assert {row.outcome for row in shop.operations().values()} == {FREED}
+    shop.write(CLIENT + JOB)
+    assert run(nurse, shop, "resume") == 0
+    assert shop.effects == {f"push/{n}": 1 for n in range(3)}
+
+
+def test_what_a_lookup_returns_to_be_awaited_tells_nothing(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "lookup", records=3)
+    assert run(nurse, shop, "run", "push", point="operation.called@2=kill") == 13
+    unknown = shop.open()
+    later = "    async def later(key):\n        return 1\n\n    def lookup(key):\n"
+    job = (CLIENT + JOB).replace("    def lookup(key):\n", later)
+    shop.write(job.replace('return send(s.url, "GET", key)', "return later(key)"))
+    assert run(nurse, shop, "resume") == 1
+    assert "its lookup returned a coroutine, not awaited." in said(shop)
+    assert shop.open() == unknown
+
+
+def test_a_thread_of_the_job_may_not_use_the_context_and_the_batch_is_not_committed(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "keys", each=False)
+    threaded = (
+        "import threading\n                done = threading.Thread(target=ctx.once,"
+        ' args=(f"push/{record}", call, record))\n'
+        "                done.start(); done.join()"
+    )
+    call = 'ctx.once(f"push/{record}", call, record, lookup=ask)'
+    assert call in JOB
+    shop.write((CLIENT + JOB).replace(call, threaded))
+    assert run(nurse, shop, "run", "push") == 1
+    assert "The job used its context in a thread of its own." in said(shop)
+    assert (shop.operations(), shop.latest().number) == ({}, 0)
 
 
 def test_equal_arguments_have_equal_digests_whatever_their_order_and_process() -> None:
