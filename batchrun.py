@@ -2864,7 +2864,7 @@ def _to_plain(value: Any) -> Any:
     if kind == "list":
         return _all_plain(value)
     if kind not in _TAGGED or type(value).__module__ != _TAGGED[kind][0]:
-        raise ValueError(f"{kind} is not a cursor type")
+        raise ValueError(f"it has a value of type {kind}")
     return {f"${kind}": _TAGGED[kind][1](value)}
 
 
@@ -3125,7 +3125,13 @@ class ImageInMaking:
                 plain = type(row) is tuple and EXACT.issuperset(map(type, row))
                 self._waiting.append({"$tuple": row} if plain else _to_plain(row))
             except (ValueError, RecursionError) as error:
-                raise CursorError(f"{row!r:.300} cannot be remembered: {error}.") from error
+                raise CursorError(
+                    f"{row!r:.300} cannot be remembered: {error}.",
+                    why="A remembered row is text, a number, a date, bytes, None, or a tuple, list"
+                    " or dict of those.",
+                    unchanged="Nothing was committed.",
+                    todo="Let the job remember the row as such values.",
+                ) from error
             self.rows += 1
             if len(self._waiting) == ROWS_A_LINE:
                 self._pack()
@@ -4005,9 +4011,10 @@ class Ledger:
         return self._all(BatchRow, sql, rollback.of.key, rollback.to, rollback.top)
 
     def operations_of(self, rollback: Rollback) -> list[Operation]:
-        """Return the operations that those batches have made, oldest first."""
-        where = f"WHERE run = ? AND number > ? AND number <= ? AND outcome IS NOT '{FREED}'"
-        bounds = (rollback.of.key, rollback.to, rollback.top)
+        """Return the operations of those batches and of one never committed, oldest first."""
+        number = "number > ? AND (number <= ? OR number > ?)"
+        where = f"WHERE run = ? AND {number} AND outcome IS NOT '{FREED}'"
+        bounds = (rollback.of.key, rollback.to, rollback.top, rollback.of.number)
         return self._all(Operation, f"{where} ORDER BY id", *bounds)
 
     def images_needed(self) -> list[tuple[Run, list[tuple[int, str]]]]:
@@ -4022,23 +4029,25 @@ class Ledger:
         run, to, top, _ = rollback
         going_on = self.unfinished(run.job)
         unknown = len(self.open_operations(run))
-        later = f"{REMEMBERED} AND r.job = ? AND r.key > ? ORDER BY r.key DESC LIMIT 1"
-        newest = self._rows(later, run.job, run.key)
+        others = f"{REMEMBERED} AND r.job = ? AND r.key != ? ORDER BY r.key DESC LIMIT 1"
+        newest = self._rows(others, run.job, run.key)
         remembers = run.checkpoint and any(row.images for row in self.batches_of(rollback))
         applies: dict[str, object] = {
             "is one": run.rollback_of,
             "unfinished": not run.finished,
             "another goes on": going_on,
             "unknown": unknown,
-            "later": newest,
+            "later": newest and newest[0][0] > run.key,
             "no such batch": to < 0 or to > run.number,
             "done": to >= top and top < run.number,
+            "nothing here": newest and not remembers,
             "nothing": not remembers,
         }
         clause = next((clause for clause, so in applies.items() if so), "")
         if clause:
             other = going_on or (self.run(newest[0][0]) if newest else run)
-            raise cannot_roll_back(clause, rollback, other, unknown)
+            left = [row.key for row in self.operations_of(rollback)]
+            raise cannot_roll_back(clause, rollback, other, unknown, left)
 
     def releases_until(self, run: Run) -> float | None:
         """Return by when a run's worker has released what it holds; None if it is not at that."""
@@ -5540,8 +5549,11 @@ See: batchrun report {run}""",
     "done": """Run {run} of {job} is rolled back to batch {top} already.
 There is nothing above batch {to} that is not undone.
 See: batchrun report {run}""",
+    "nothing here": """Run {run} of {job} has nothing to undo above batch {to}.
+None of those batches has remembered a row, or what they had is being pruned.{left}
+The newest run that has remembered rows: batchrun rollback {other}""",
     "nothing": """Run {run} of {job} has nothing to undo above batch {to}.
-None of those batches has remembered a row, or what they had is being pruned.
+None of those batches has remembered a row, or what they had is being pruned.{left}
 See: batchrun report {run}""",
 }
 
@@ -5552,16 +5564,26 @@ def filled(letter: str, facts: Mapping[str, object]) -> list[str]:
 
 
 def cannot_roll_back(
-    clause: str, rollback: Rollback, other: Run, unknown: int = 0
+    clause: str, rollback: Rollback, other: Run, unknown: int = 0, left: Sequence[str] = ()
 ) -> BatchrunError:
     """Return the letter for a rollback that must not begin."""
     run, to, top, _ = rollback
     facts = {"run": run.id, "job": run.job, "state": run.state, "number": run.number}
     facts |= {"to": to, "top": top, "of": run.rollback_of, "unknown": unknown}
     facts |= {"other": other.id, "other_state": other.state}
+    facts["left"] = f"\n{not_undone(len(left), '', left)}" if left else ""
     what, why, todo = filled(REFUSED_ROLLBACKS[clause], facts)
     kind = ConfigurationError if clause == "no such batch" else PersonNeeded
     return kind(what, why=why, unchanged="Nothing was undone.", todo=todo)
+
+
+KEYS_SHOWN = 10
+
+
+def not_undone(count: int, which: str, keys: Sequence[str]) -> str:
+    """Return that operations are not undone: how many, which ones, the keys of the first."""
+    more = ", ..." * (count > KEYS_SHOWN)
+    return f"NOT UNDONE: {count:,} operations{which}: {', '.join(keys[:KEYS_SHOWN])}{more}"
 
 
 def lost_ownership(run: Run, generation: int) -> LostOwnership:
@@ -10466,7 +10488,7 @@ class Operations:
             why=why,
             unchanged="Nothing was called for it now.",
             todo="A key means one effect, once ever: make it of all that tells one from another,"
-            " such as a revision.",
+            f" such as a revision.\nWhen the job is mended: batchrun resume {self._run.id}",
         )
 
     def _known(self, row: Operation, number: int) -> str:
@@ -14746,7 +14768,6 @@ def is_owned(state: StateDirectory, job: str) -> bool:
 
 BAR_WIDTH = 40  # at most; a narrow terminal gets a shorter one, or none
 CELL_WIDTH = 60  # of text that others wrote
-KEYS_SHOWN = 10
 NOT_SUMMARISED = ("key", "checkpoint", "settings", "hash")
 
 
@@ -14820,32 +14841,41 @@ def summarise_rollback(
     rollback: Rollback, batches: list[BatchRow], operations: list[Operation]
 ) -> dict[str, Any]:
     """Return what a rollback undoes as one JSON document, batches by number, newest first."""
-    fixed = [operation.key for operation in operations if operation.irreversible]
+    done = [row for row in operations if row.number <= rollback.of.number]
+    fixed = [row.key for row in done if row.irreversible]
+    uncommitted = [row.key for row in operations if row.number > rollback.of.number]
     return {
         "run": rollback.of.id,
         "to_batch": rollback.to,
         "batches": [batch.number for batch in batches if batch.remembered],
         "rows": sum(batch.remembered for batch in batches),
         "without_rows": [batch.number for batch in batches if not batch.remembered],
-        "operations": len(operations) - len(fixed),
+        "operations": len(done) - len(fixed),
         "irreversible": len(fixed),
         "irreversible_keys": fixed[:KEYS_SHOWN],
+        "uncommitted": len(uncommitted),
+        "uncommitted_keys": uncommitted[:KEYS_SHOWN],
     }
+
+
+LEFT_OUTSIDE = {  # what no rollback is given to undo
+    "irreversible": " that are irreversible",
+    "uncommitted": " of a batch that was never committed",
+}
 
 
 def render_rollback(document: dict[str, Any]) -> list[str]:
     """Return what a rollback undoes, and what it does not, as lines."""
-    count, fixed = document["operations"], document["irreversible"]
+    count = document["operations"]
     size = f", {document['bytes']:,} bytes" if "bytes" in document else ""
     lines = [f"  undone    {document['rows']:,} rows{size}, of {ranges_text(document['batches'])}"]
     if document["without_rows"]:
         lines.append(f"  no row    remembered by {ranges_text(document['without_rows'])}")
     if count:
         lines.append(f"  outside   {count:,} operations, left to the job's rollback")
-    if fixed:
-        keys = ", ".join(document["irreversible_keys"])
-        more = ", ..." * (fixed > KEYS_SHOWN)
-        lines.append(f"  NOT UNDONE: {fixed:,} operations that are irreversible: {keys}{more}")
+    for name, which in LEFT_OUTSIDE.items():
+        if document[name]:
+            lines.append(f"  {not_undone(document[name], which, document[f'{name}_keys'])}")
     return lines
 
 

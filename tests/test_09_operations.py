@@ -271,6 +271,7 @@ def test_a_key_that_was_claimed_for_other_arguments_is_refused(
     assert run(nurse, shop, "run", "push") == 13
     assert "The idempotency key 'push/0' was used for other arguments." in said(shop)
     assert "Two records of this batch have it" in said(shop)
+    assert f"When the job is mended: batchrun resume {shop.latest().id}\n" in said(shop)
     shop.write((CLIENT + JOB).replace('f"push/{record}"', 'f"push/{(record + 1) % 3}"'))
     assert run(nurse, shop, "run", "push") == 13
     assert re.search(r"It was claimed at 20\S+Z by run " + first.id, said(shop))
