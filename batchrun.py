@@ -10187,7 +10187,7 @@ SLICE = 64
 SLICE_S = 0.1  # a slice takes about so long, if it can
 TICK_S = 0.1  # between two looks at stops and time limits
 PER_S = {"s": 1, "m": 60, "h": 3600}
-LOOKED_UP = "operation.looked_up"  # a named point
+POINTS = {"call": "operation.called", "lookup": "operation.looked_up"}  # named ones, after it
 MET_AGAIN = "operations were recorded before and are not called again; the first is"
 
 
@@ -10223,12 +10223,11 @@ class Crew:
         due: when the next call may begin.
     """
 
-    def __init__(self, of: Operations, how: How, call: Callable[[Claim], Any], point: str) -> None:
+    def __init__(self, of: Operations, how: How, call: Callable[[Claim], Any], what: str) -> None:
         import queue  # only for jobs that have operations
 
         self._of, self._host, self._limit_s = of, of.host, of.options.call_timeout_s
-        self._call, self._point = call, point
-        self._what = "the lookup of operation" if point == LOOKED_UP else "operation"
+        self._call, self._what = call, what
         self._interval_s = interval_of(how.rate)
         self._room = how.workers if self._interval_s else sys.maxsize
         # threads sleep on the first bell, the main thread on the second; a ring says: look
@@ -10282,19 +10281,19 @@ class Crew:
                 self._refuse_awaitable(claim)
         except BaseException as error:  # noqa: BLE001 - it belongs to the main thread
             claim.error = error
-        reach(self._point, claim.id)
+        reach(POINTS[self._what], claim.id)
 
     def _refuse_awaitable(self, claim: Claim) -> None:
         """Refuse what is to be awaited; a coroutine that has not begun was surely not made."""
         import inspect
 
-        what = "lookup" if self._point == LOOKED_UP else "call"
-        kind = type(claim.result).__name__
         if inspect.iscoroutine(claim.result):
             if inspect.getcoroutinestate(claim.result) == inspect.CORO_CREATED:
                 claim.began = 0.0
             claim.result.close()
-        raise broken("not awaited", key=claim.key, kind=kind, what=what)
+        claim.is_late = bool(claim.began)  # it may be at work
+        kind = type(claim.result).__name__
+        raise broken("not awaited", key=claim.key, kind=kind, what=self._what)
 
     def _make_here(self) -> list[Claim]:
         """Make calls in the main thread for a moment, each within its time limit."""
@@ -10361,7 +10360,7 @@ class Crew:
 
     def _late(self, claim: Claim) -> TimeoutError:
         claim.is_late = True
-        what = f"{self._what} {claim.key!r}"
+        what = f"the {self._what} of operation {claim.key!r}"
         return TimeoutError(f"{what} did not end within {self._limit_s:g} s")
 
 
@@ -10538,7 +10537,7 @@ class Operations:
         """Ask the destination for each; record what is found, return what is absent."""
         lookup = cast("Callable[[str], Any]", how.lookup)
         ended = list[Claim]()
-        with Crew(self, how, lambda claim: lookup(claim.key), LOOKED_UP) as crew:
+        with Crew(self, how, lambda claim: lookup(claim.key), "lookup") as crew:
             crew.add(claims)
             while crew.ready or crew.out:
                 for claim in crew.turn():
@@ -10592,7 +10591,7 @@ class Effects:
         self._of, self._todo, self._how = of, todo, how
         name, call = recorded_lookup(how.lookup) if how.lookup else None, how.call
         self._of_all = {"number": number, "lookup": name, "irreversible": int(how.irreversible)}
-        self._crew = Crew(of, how, lambda c: call(c.key, *c.arguments), "operation.called")
+        self._crew = Crew(of, how, lambda c: call(c.key, *c.arguments), "call")
         self._most = max(SLICE, how.workers)
         self._size = min(how.workers, len(todo))
         self._claimed = 0  # and not come back
@@ -14365,23 +14364,18 @@ class Reconciler:
 
 
 def by_person(
-    rows: list[Answered],
-    confirmed: Iterable[str],
-    absent: Iterable[str],
-    told: Told,
-    *,
-    of_run: bool,
+    rows: list[Answered], keys_of: Mapping[str, Sequence[str]], told: Told, *, of_run: bool
 ) -> list[Answered]:
-    """Return the operations with a person's answers; `told` has who, why and the receipt.
+    """Return the operations with a person's answers: which keys have which outcome.
 
-    `of_run`: whether they are those of one run that was named.
+    `told` has who, why and the receipt; `of_run`: whether all are of one run that was named.
 
     Raises:
         NotFound: a key is none of theirs.
         ConfigurationError: it may be meant of more than one run, or the answers of two things.
     """
     outcomes: dict[int, str] = {}
-    for outcome, keys in ((FREED, absent), (CONFIRMED, confirmed)):
+    for outcome, keys in keys_of.items():
         for row in (row for key in keys for row in meant_by(rows, key, of_run=of_run)):
             if outcomes.setdefault(row.operation.id, outcome) != outcome:
                 raise half_answer(f"{row.operation.key!r} is confirmed and absent.")
@@ -14398,11 +14392,8 @@ def meant_by(rows: list[Answered], key: str, *, of_run: bool) -> list[Answered]:
     if several:
         found = [row for row in rows if row.operation.key.startswith(key[:-1])]
     if not found:
-        raise NotFound(
-            f"There is no operation of unknown outcome with the key {key!r}.",
-            unchanged="Nothing was changed.",
-            todo="See: batchrun reconcile",
-        )
+        what = f"There is no operation of unknown outcome with the key {key!r}."
+        raise NotFound(what, unchanged="Nothing was changed.", todo="See: batchrun reconcile")
     if not of_run and (several or len(found) > 1):
         lines = {f"\n  {reconcile_line(row.run)} ...  ({row.run.job})": row for row in found}
         what = f"Say of which run {key!r} is meant."
@@ -14483,8 +14474,7 @@ class Account(NamedTuple):
     until: int  # the event up to which it was found
     unknown: list[str]  # scopes of the barrier that name no job and no tag
     is_up: bool  # whether the barrier is up at this moment
-    # (job, run, how many): unknown operations of runs that had finished before, or have since
-    left: list[tuple[str, str, int]]
+    left: list[dict[str, Any]]  # job, run, operations: the unknown ones of other finished runs
 
     @property
     def adds_up(self) -> bool:
@@ -14643,8 +14633,7 @@ class Drainer:
         found = self._ledger.found_by(barrier, until)
         concerned = [each for each in found if self._concerns(barrier, each[0])]
         runs = [self._found(run) for run, _ in concerned]
-        left = self._ledger.runs_with_open_operations()
-        met = {run.run for run in runs}
+        met, left = {run.run for run in runs}, self._ledger.runs_with_open_operations()
         return Account(
             barrier=barrier,
             runs=runs,
@@ -14654,7 +14643,7 @@ class Drainer:
             unknown=[scope for scope in barrier.scopes if not self._is_known(scope)],
             is_up=self._is_up(barrier),
             left=[
-                (run.job, run.id, count)
+                {"job": run.job, "run": run.id, "operations": count}
                 for run, count in left
                 if run.id not in met and self._concerns(barrier, run)
             ],
@@ -15053,7 +15042,7 @@ def summarise_drain(
     drain: Drain, account: Account, away: list[tuple[str, str, int]]
 ) -> dict[str, Any]:
     """Return a drain as one JSON document: the runs that there were, their classes, the proof."""
-    sums = dict.fromkeys(DRAINED_AS, 0)
+    sums, runs = dict.fromkeys(DRAINED_AS, 0), [run._asdict() for run in account.runs]
     for run in account.runs:
         sums[run.stands] += 1
     adds_up = account.adds_up and sum(sums.values()) == len(account.counted)
@@ -15063,15 +15052,11 @@ def summarise_drain(
         "barrier": account.barrier._asdict(),
         "is_up": account.is_up,
         "unknown_scopes": account.unknown,
-        "runs": [run._asdict() for run in account.runs],
+        "runs": runs,
         "total": len(account.counted),
         "sums": sums,
-        "operations": sum(
-            [*(run.operations for run in account.runs), *(n for *_, n in account.left)]
-        ),
-        "operations_of_others": [
-            dict(zip(("job", "run", "operations"), row, strict=True)) for row in account.left
-        ],
+        "operations": sum(each["operations"] for each in (*runs, *account.left)),
+        "operations_of_others": account.left,
         "adds_up": adds_up,
         "ended": drain_text(found, account.barrier, is_up=account.is_up),
         "turned_away": [dict(zip(("done", "job", "starts"), row, strict=True)) for row in away],
@@ -15517,14 +15502,11 @@ def counts_text(summary: dict[str, Any]) -> str:
     return ", ".join([f"{of_all_text(summary)} read", *counts, f"{summary['rejected']:,} rejected"])
 
 
-TOLD_SHARE_S = 0.1  # of less than that, batchrun's share says nothing
-
-
 def time_text(summary: dict[str, Any]) -> str:
     """Return where the time went, and batchrun's own share of it."""
     read_s, work_s, own_s = summary["read_s"], summary["work_s"], summary["own_s"]
-    rest_s = read_s + work_s
-    share = f" ({100 * own_s / rest_s:.1f} % of that)" if rest_s >= TOLD_SHARE_S else ""
+    rest_s = read_s + work_s  # of less than 0.1 s the share says nothing
+    share = f" ({100 * own_s / rest_s:.1f} % of that)" if rest_s >= 0.1 else ""
     return f"{read_s:.2f} s reading, {work_s:.2f} s the job's work, {own_s:.2f} s batchrun{share}"
 
 
@@ -17339,8 +17321,8 @@ def reconcile_command(
     with app.ledger(write=applies) as ledger:
         reconciler = Reconciler(app.config, ledger, app.host, app.console.say)
         found = app.find_run(ledger, run) if run else None
-        answers = said["confirm"], said["absent"], told
-        rows = by_person(reconciler.unknown(found), *answers, of_run=found is not None)
+        keys_of = {FREED: said["absent"], CONFIRMED: said["confirm"]}
+        rows = by_person(reconciler.unknown(found), keys_of, told, of_run=found is not None)
         rows = reconciler.settled(rows, app.who, lookup=lookup, applies=applies)
         return show_answered(app, ledger, rows, applies=applies)
 

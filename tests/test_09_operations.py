@@ -620,8 +620,8 @@ def test_a_call_over_its_time_limit_ends_the_attempt_and_stays_unknown(
     shop.write(CLIENT + careless)
     server.plan(shop.space, "push/1", "hang after")
     assert run(nurse, shop, "run", "push") == 13
-    words = "The job raised TimeoutError: operation 'push/1' did not end within 0.5 s in batch 1."
-    assert words in said(shop)
+    words = "TimeoutError: the call of operation 'push/1' did not end within 0.5 s in batch 1."
+    assert f"The job raised {words}" in said(shop)
     assert shop.open() == ["push/1"]
     done = {key for key, row in shop.operations().items() if row.outcome == "done"}
     assert done == set(shop.effects) - {"push/1"}
@@ -772,7 +772,7 @@ def a_crew(calls: Any, workers: int) -> Crew:  # noqa: ANN401 - what a claim is 
         host=Host(), driver=Door(), options=SimpleNamespace(call_timeout_s=60.0)
     )
     of.driver.stops = 0
-    return Crew(of, How(calls, workers=workers), calls, "operation.called")
+    return Crew(of, How(calls, workers=workers), calls, "call")
 
 
 def test_what_is_not_begun_when_its_crew_is_left_is_never_called() -> None:
