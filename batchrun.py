@@ -4040,7 +4040,6 @@ class Ledger:
             "later": newest and newest[0][0] > run.key,
             "no such batch": to < 0 or to > run.number,
             "done": to >= top and top < run.number,
-            "nothing here": newest and not remembers,
             "nothing": not remembers,
         }
         clause = next((clause for clause, so in applies.items() if so), "")
@@ -5549,12 +5548,9 @@ See: batchrun report {run}""",
     "done": """Run {run} of {job} is rolled back to batch {top} already.
 There is nothing above batch {to} that is not undone.
 See: batchrun report {run}""",
-    "nothing here": """Run {run} of {job} has nothing to undo above batch {to}.
-None of those batches has remembered a row, or what they had is being pruned.{left}
-The newest run that has remembered rows: batchrun rollback {other}""",
     "nothing": """Run {run} of {job} has nothing to undo above batch {to}.
 None of those batches has remembered a row, or what they had is being pruned.{left}
-See: batchrun report {run}""",
+{next}""",
 }
 
 
@@ -5571,6 +5567,8 @@ def cannot_roll_back(
     facts = {"run": run.id, "job": run.job, "state": run.state, "number": run.number}
     facts |= {"to": to, "top": top, "of": run.rollback_of, "unknown": unknown}
     facts |= {"other": other.id, "other_state": other.state}
+    has_rows = f"The newest run that has remembered rows: batchrun rollback {other.id}"
+    facts["next"] = has_rows if other.id != run.id else f"See: batchrun report {run.id}"
     facts["left"] = f"\n{not_undone(len(left), '', left)}" if left else ""
     what, why, todo = filled(REFUSED_ROLLBACKS[clause], facts)
     kind = ConfigurationError if clause == "no such batch" else PersonNeeded
@@ -14249,12 +14247,6 @@ class Answered(NamedTuple):
     why: str = ""  # nothing can be said
 
 
-NO_LOOKUP = {
-    None: "it has no lookup, so only a person can tell",
-    "": "its lookup is no plain function, so only the job itself can ask",
-}
-
-
 class Reconciler:
     """Finds out what became of operations; a person's answers and the destinations' own.
 
@@ -14355,7 +14347,9 @@ class Reconciler:
 
     def _answered(self, row: Answered, answer: list[Any]) -> Answered:
         if not row.operation.lookup:
-            why = NO_LOOKUP[row.operation.lookup]
+            why = "its lookup is no plain function, so only the job itself can ask"
+            if row.operation.lookup is None:
+                why = "it has no lookup, so only a person can tell"
             return row._replace(why=f"{row.why}\n{why}".strip())
         outcome, receipt, why = answer
         if outcome is None:
@@ -14847,12 +14841,6 @@ def summarise_rollback(
     }
 
 
-LEFT_OUTSIDE = {  # what no rollback is given to undo
-    "irreversible": " that are irreversible",
-    "uncommitted": " of a batch that was never committed",
-}
-
-
 def render_rollback(document: dict[str, Any]) -> list[str]:
     """Return what a rollback undoes, and what it does not, as lines."""
     count = document["operations"]
@@ -14862,7 +14850,8 @@ def render_rollback(document: dict[str, Any]) -> list[str]:
         lines.append(f"  no row    remembered by {ranges_text(document['without_rows'])}")
     if count:
         lines.append(f"  outside   {count:,} operations, left to the job's rollback")
-    for name, which in LEFT_OUTSIDE.items():
+    never = " of a batch that was never committed"
+    for name, which in (("irreversible", " that are irreversible"), ("uncommitted", never)):
         if document[name]:
             lines.append(f"  {not_undone(document[name], which, document[f'{name}_keys'])}")
     return lines
