@@ -63,6 +63,7 @@ import signal
 import stat
 import sys
 import time
+from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
@@ -543,7 +544,7 @@ class Operation(NamedTuple):
     generation: int
     number: int  # of the commit that it belongs to
     arguments: bytes  # SHA-256 of what the call was given
-    lookup: str | None  # JSON: what `reconcile` calls to ask the destination, if it can
+    lookup: str | None  # JSON: what `reconcile` calls to ask the destination; empty: it cannot
     irreversible: int  # whether a rollback cannot take it back, as the job says
     claimed_at: str
     outcome: str | None  # done, confirmed, freed; None: open
@@ -2863,7 +2864,7 @@ def _to_plain(value: Any) -> Any:
     if kind == "list":
         return _all_plain(value)
     if kind not in _TAGGED or type(value).__module__ != _TAGGED[kind][0]:
-        raise ValueError(f"{kind} is not a cursor type")
+        raise ValueError(f"it has a value of type {kind}")
     return {f"${kind}": _TAGGED[kind][1](value)}
 
 
@@ -3124,7 +3125,13 @@ class ImageInMaking:
                 plain = type(row) is tuple and EXACT.issuperset(map(type, row))
                 self._waiting.append({"$tuple": row} if plain else _to_plain(row))
             except (ValueError, RecursionError) as error:
-                raise CursorError(f"{row!r:.300} cannot be remembered: {error}.") from error
+                raise CursorError(
+                    f"{row!r:.300} cannot be remembered: {error}.",
+                    why="A remembered row is text, a number, a date, bytes, None, or a tuple, list"
+                    " or dict of those.",
+                    unchanged="Nothing was committed.",
+                    todo="Let the job remember the row as such values.",
+                ) from error
             self.rows += 1
             if len(self._waiting) == ROWS_A_LINE:
                 self._pack()
@@ -4004,9 +4011,10 @@ class Ledger:
         return self._all(BatchRow, sql, rollback.of.key, rollback.to, rollback.top)
 
     def operations_of(self, rollback: Rollback) -> list[Operation]:
-        """Return the operations that those batches have made, oldest first."""
-        where = f"WHERE run = ? AND number > ? AND number <= ? AND outcome IS NOT '{FREED}'"
-        bounds = (rollback.of.key, rollback.to, rollback.top)
+        """Return the operations of those batches and of one never committed, oldest first."""
+        number = "number > ? AND (number <= ? OR number > ?)"
+        where = f"WHERE run = ? AND {number} AND outcome IS NOT '{FREED}'"
+        bounds = (rollback.of.key, rollback.to, rollback.top, rollback.of.number)
         return self._all(Operation, f"{where} ORDER BY id", *bounds)
 
     def images_needed(self) -> list[tuple[Run, list[tuple[int, str]]]]:
@@ -4021,15 +4029,15 @@ class Ledger:
         run, to, top, _ = rollback
         going_on = self.unfinished(run.job)
         unknown = len(self.open_operations(run))
-        later = f"{REMEMBERED} AND r.job = ? AND r.key > ? ORDER BY r.key DESC LIMIT 1"
-        newest = self._rows(later, run.job, run.key)
+        others = f"{REMEMBERED} AND r.job = ? AND r.key != ? ORDER BY r.key DESC LIMIT 1"
+        newest = self._rows(others, run.job, run.key)
         remembers = run.checkpoint and any(row.images for row in self.batches_of(rollback))
         applies: dict[str, object] = {
             "is one": run.rollback_of,
             "unfinished": not run.finished,
             "another goes on": going_on,
             "unknown": unknown,
-            "later": newest,
+            "later": newest and newest[0][0] > run.key,
             "no such batch": to < 0 or to > run.number,
             "done": to >= top and top < run.number,
             "nothing": not remembers,
@@ -4037,7 +4045,8 @@ class Ledger:
         clause = next((clause for clause, so in applies.items() if so), "")
         if clause:
             other = going_on or (self.run(newest[0][0]) if newest else run)
-            raise cannot_roll_back(clause, rollback, other, unknown)
+            left = [row.key for row in self.operations_of(rollback)]
+            raise cannot_roll_back(clause, rollback, other, unknown, left)
 
     def releases_until(self, run: Run) -> float | None:
         """Return by when a run's worker has released what it holds; None if it is not at that."""
@@ -5540,8 +5549,8 @@ See: batchrun report {run}""",
 There is nothing above batch {to} that is not undone.
 See: batchrun report {run}""",
     "nothing": """Run {run} of {job} has nothing to undo above batch {to}.
-None of those batches has remembered a row, or what they had is being pruned.
-See: batchrun report {run}""",
+None of those batches has remembered a row, or what they had is being pruned.{left}
+{next}""",
 }
 
 
@@ -5551,16 +5560,28 @@ def filled(letter: str, facts: Mapping[str, object]) -> list[str]:
 
 
 def cannot_roll_back(
-    clause: str, rollback: Rollback, other: Run, unknown: int = 0
+    clause: str, rollback: Rollback, other: Run, unknown: int = 0, left: Sequence[str] = ()
 ) -> BatchrunError:
     """Return the letter for a rollback that must not begin."""
     run, to, top, _ = rollback
     facts = {"run": run.id, "job": run.job, "state": run.state, "number": run.number}
     facts |= {"to": to, "top": top, "of": run.rollback_of, "unknown": unknown}
     facts |= {"other": other.id, "other_state": other.state}
+    has_rows = f"The newest run that has remembered rows: batchrun rollback {other.id}"
+    facts["next"] = has_rows if other.id != run.id else f"See: batchrun report {run.id}"
+    facts["left"] = f"\n{not_undone(len(left), '', left)}" if left else ""
     what, why, todo = filled(REFUSED_ROLLBACKS[clause], facts)
     kind = ConfigurationError if clause == "no such batch" else PersonNeeded
     return kind(what, why=why, unchanged="Nothing was undone.", todo=todo)
+
+
+KEYS_SHOWN = 10
+
+
+def not_undone(count: int, which: str, keys: Sequence[str]) -> str:
+    """Return that operations are not undone: how many, which ones, the keys of the first."""
+    more = ", ..." * (count > KEYS_SHOWN)
+    return f"NOT UNDONE: {count:,} operations{which}: {', '.join(keys[:KEYS_SHOWN])}{more}"
 
 
 def lost_ownership(run: Run, generation: int) -> LostOwnership:
@@ -7603,6 +7624,15 @@ Write for example rate="20/s", "100/m" or "5000/h".""",
     "no such way": """once_each() cannot go on with workers={workers!r}, on_error={on_error!r}.
 Workers are threads, at least one; an error ends the attempt, or rejects its record.
 Write a whole number from 1, and "raise" or "reject".""",
+    "no call": """An operation cannot be made by {name}.
+Calling it would not run it yet: it is a coroutine or a generator.
+Give a plain function; one that calls asyncio.run(...) is one.""",
+    "not awaited": """The operation {key!r} was not made: its {what} returned a {kind}, not awaited.
+What is to be awaited has not run yet, or not to its end.
+Give a plain function; one that calls asyncio.run(...) is one.""",
+    "another thread": """The job used its context in a thread of its own.
+The ledger, the signals and the time limits of calls belong to the job's main thread.
+Do that in the main thread; once_each(workers=...) makes calls in threads.""",
     "inside a call": """The call of an operation used the job's context.
 Calls may run at the same time, and the ledger is used by one thread alone.
 Do that before or after the operation.""",
@@ -7799,8 +7829,15 @@ def unfit_for_cleanup(function: Any, module: Any, name: Any) -> Iterator[tuple[b
     yield module == "__main__", "it stands in __main__"
     found = getattr(sys.modules.get(module), name, None)
     yield found is not function, "its module has something else under this name"
-    lazy = getattr(getattr(function, "__code__", None), "co_flags", 0) & 0x2A0
-    yield bool(lazy), "calling it would not run it yet"  # a generator or a coroutine
+    yield is_lazy(function), "calling it would not run it yet"
+
+
+def is_lazy(function: Any) -> bool:
+    """Tell whether calling it would not run it yet: a generator or a coroutine."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    found = function if hasattr(function, "__code__") else type(function).__call__
+    return bool(getattr(getattr(found, "__code__", None), "co_flags", 0) & 0x2A0)
 
 
 def misfit(function: Any, arguments: dict[str, Any]) -> str:
@@ -8592,6 +8629,7 @@ class Context(Generic[S]):
         self.run_id, self.generation = course.run.id, course.generation
         self.batch_size = job_config.batch_size
         self._course, self._driver, self._acceptances = course, driver, acceptances
+        self._thread = get_ident()
         self._host, self._last_success_read = host, last_success_read
         self._frame, self._cleanups = JobFrame(), cleanups
         self._isolates, self._max_remembered = job_config.isolates, job_config.max_remembered_bytes
@@ -8791,6 +8829,8 @@ class Context(Generic[S]):
     def _operated(self, wanted: list[tuple[str, tuple[Any, ...]]], how: How) -> list[Claim]:
         """Have operations done by the worker, and count them with the open batch."""
         with self._own_code():
+            for made in filter(is_lazy, (how.call, how.lookup)):
+                raise broken("no call", name=getattr(made, "__qualname__", repr(made)))
             if self._current is not None:  # a batch that its target has would be forgotten here
                 self._current._require_open("once()")
             self._driver.pass_gate()
@@ -8995,6 +9035,9 @@ class Context(Generic[S]):
     @contextlib.contextmanager
     def _own_code(self) -> Iterator[None]:
         """Run our own code: nothing interrupts it, and the job cannot swallow what it raises."""
+        if get_ident() != self._thread and not self._calling:
+            self._broken = broken("another thread")
+            raise self._broken
         with self._frame.switched(inside=False):
             self._require_unbroken()
             try:
@@ -9302,13 +9345,21 @@ class Query:
         self._names = (key,) if isinstance(key, str) else tuple(key)
         self._columns = ['s."{}"'.format(name.replace('"', '""')) for name in self._names]
         self._key_columns = ", ".join(self._columns)
-        self.key = _getter(self._names)
+        self._take: Callable[[Any], Any] | None = None  # the key from a row, once one was met
         self._connection, self._placeholder = connection, placeholder_of(connection) or "?"
         self._select, self._parameters = select.strip().rstrip(";"), tuple(parameters)
         self._lag_s, self._zone = lag, zone
         self._until: object = None  # what lag= leaves
         self._described: list[str] = []  # the columns of the newest answer that had rows
         self._is_checked = False
+
+    def key(self, row: Any) -> Any:
+        """Return a row's key, also of one that is there no more and comes from a reject."""
+        if self._take is None:
+            columns = f"(SELECT 1 AS one) AS o LEFT JOIN (\n{self._select}\n) AS s ON 1 = 0"
+            self._run(f"SELECT s.* FROM {columns}", self._parameters)  # a row of NULL: not none
+            self._take = self._taker(row)
+        return self._take(row)
 
     def read(self, after: Any, limit: int) -> tuple[list[Any], Any]:
         """Return the next rows and the last one's key; ([], None) at the end."""
@@ -9338,12 +9389,7 @@ class Query:
     def _check(self, after: Any) -> None:
         """Learn from one row what rows are like, and refuse what would lose some."""
         for row in self._ask("s.*", "LIMIT 1"):
-            names, key = list(self._described), ", ".join(self._names)
-            if missing := [name for name in self._names if name not in names]:
-                what = f"The SELECT has no column {missing[0]} for key=."
-                raise ConfigurationError(what, why=f"Its columns are {', '.join(names)}.")
-            if isinstance(row, tuple) or not hasattr(row, "keys"):
-                self.key = itemgetter(*map(names.index, self._names))
+            self._take, key = self._taker(row), ", ".join(self._names)
             nulls = " OR ".join(f"{column} IS NULL" for column in self._columns)
             if self._ask("1 AS one", "LIMIT 1", also=nulls):
                 raise _source_letter(
@@ -9360,6 +9406,16 @@ class Query:
                 self._until = self._newest(sample[0], self._lag_s)
             self._refuse_ties(after)
             self._is_checked = True
+
+    def _taker(self, row: Any) -> Callable[[Any], Any]:
+        """Return what takes the key from rows like this one: by name, else by place."""
+        names = self._described
+        if missing := [name for name in self._names if name not in names]:
+            what = f"The SELECT has no column {missing[0]} for key=."
+            raise ConfigurationError(what, why=f"Its columns are {', '.join(names)}.")
+        if isinstance(row, tuple) or not hasattr(row, "keys"):
+            return itemgetter(*map(names.index, self._names))
+        return _getter(self._names)
 
     def _refuse_ties(self, after: Any) -> None:
         """Refuse equal keys behind the cursor; those before it were refused as they were read."""
@@ -10129,6 +10185,7 @@ SLICE = 64
 SLICE_S = 0.1  # a slice takes about so long, if it can
 TICK_S = 0.1  # between two looks at stops and time limits
 PER_S = {"s": 1, "m": 60, "h": 3600}
+POINTS = {"call": "operation.called", "lookup": "operation.looked_up"}  # named ones, after it
 MET_AGAIN = "operations were recorded before and are not called again; the first is"
 
 
@@ -10164,11 +10221,11 @@ class Crew:
         due: when the next call may begin.
     """
 
-    def __init__(self, of: Operations, how: How, call: Callable[[Claim], Any], point: str) -> None:
+    def __init__(self, of: Operations, how: How, call: Callable[[Claim], Any], what: str) -> None:
         import queue  # only for jobs that have operations
 
         self._of, self._host, self._limit_s = of, of.host, of.options.call_timeout_s
-        self._call, self._point = call, point
+        self._call, self._what = call, what
         self._interval_s = interval_of(how.rate)
         self._room = how.workers if self._interval_s else sys.maxsize
         # threads sleep on the first bell, the main thread on the second; a ring says: look
@@ -10218,9 +10275,23 @@ class Crew:
         claim.began = self._host.monotonic()
         try:
             claim.result = self._call(claim)
+            if hasattr(type(claim.result), "__await__"):
+                self._refuse_awaitable(claim)
         except BaseException as error:  # noqa: BLE001 - it belongs to the main thread
             claim.error = error
-        reach(self._point, claim.id)
+        reach(POINTS[self._what], claim.id)
+
+    def _refuse_awaitable(self, claim: Claim) -> None:
+        """Refuse what is to be awaited; a coroutine that has not begun was surely not made."""
+        import inspect
+
+        if inspect.iscoroutine(claim.result):
+            if inspect.getcoroutinestate(claim.result) == inspect.CORO_CREATED:
+                claim.began = 0.0
+            claim.result.close()
+        claim.is_late = bool(claim.began)  # it may be at work
+        kind = type(claim.result).__name__
+        raise broken("not awaited", key=claim.key, kind=kind, what=self._what)
 
     def _make_here(self) -> list[Claim]:
         """Make calls in the main thread for a moment, each within its time limit."""
@@ -10287,14 +10358,15 @@ class Crew:
 
     def _late(self, claim: Claim) -> TimeoutError:
         claim.is_late = True
-        return TimeoutError(f"operation {claim.key!r} did not end within {self._limit_s:g} s")
+        what = f"the {self._what} of operation {claim.key!r}"
+        return TimeoutError(f"{what} did not end within {self._limit_s:g} s")
 
 
 def interval_of(rate: str | None) -> float:
     """Return how long it is from one call to the next at a rate, in s; 0: no limit."""
     if rate is None:
         return 0.0
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)/([smh])", rate)
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)/([smh])", str(rate))
     if found is None or not float(found[1]):
         raise broken("no rate", rate=rate)
     return PER_S[found[2]] / float(found[1])
@@ -10413,7 +10485,7 @@ class Operations:
             why=why,
             unchanged="Nothing was called for it now.",
             todo="A key means one effect, once ever: make it of all that tells one from another,"
-            " such as a revision.",
+            f" such as a revision.\nWhen the job is mended: batchrun resume {self._run.id}",
         )
 
     def _known(self, row: Operation, number: int) -> str:
@@ -10463,7 +10535,7 @@ class Operations:
         """Ask the destination for each; record what is found, return what is absent."""
         lookup = cast("Callable[[str], Any]", how.lookup)
         ended = list[Claim]()
-        with Crew(self, how, lambda claim: lookup(claim.key), "operation.looked_up") as crew:
+        with Crew(self, how, lambda claim: lookup(claim.key), "lookup") as crew:
             crew.add(claims)
             while crew.ready or crew.out:
                 for claim in crew.turn():
@@ -10517,7 +10589,7 @@ class Effects:
         self._of, self._todo, self._how = of, todo, how
         name, call = recorded_lookup(how.lookup) if how.lookup else None, how.call
         self._of_all = {"number": number, "lookup": name, "irreversible": int(how.irreversible)}
-        self._crew = Crew(of, how, lambda c: call(c.key, *c.arguments), "operation.called")
+        self._crew = Crew(of, how, lambda c: call(c.key, *c.arguments), "call")
         self._most = max(SLICE, how.workers)
         self._size = min(how.workers, len(todo))
         self._claimed = 0  # and not come back
@@ -10576,7 +10648,10 @@ class Effects:
         """Take what came back: done, refused, unknown, or not begun."""
         self._claimed -= 1
         if not claim.began:
+            error = claim.error  # of a call that has made nothing
             self._again(claim, "it was not begun")
+            if error is not None:
+                self._end(error)
         elif claim.error is not None:
             self._failed(claim, claim.error)
         else:
@@ -10617,10 +10692,10 @@ class Effects:
         self._crew.halted = True
 
 
-def recorded_lookup(lookup: Any) -> str | None:
+def recorded_lookup(lookup: Any) -> str:
     """Return a lookup as JSON that `reconcile` can call: module:name, arguments before the key.
 
-    None if another process could not: it is no plain function, nor a functools.partial of one with
+    Empty if another process could not: it is no plain function, nor a functools.partial of one with
     arguments in JSON and no secret among them.
     """
     inner = lookup if isinstance(lookup, functools.partial) else functools.partial(lookup)
@@ -10630,7 +10705,7 @@ def recorded_lookup(lookup: Any) -> str | None:
         text = _compact([f"{module}:{name}", inner.args, inner.keywords])
         if module and not set("<.").intersection(name) and mask_secrets(text) == text:
             return text
-    return None
+    return ""
 
 
 def called_lookup(recorded: str, key: str) -> Any:
@@ -11596,12 +11671,12 @@ def what_next(ledger: Ledger, run: Run) -> tuple[str, str]:
         if asked[-1].answered_at is None:
             return asked[-1].words, approve_line(run, asked[-1].name)
         return f"{asked[-1].name!r} is approved by {asked[-1].who}: {asked[-1].why}", todo
-    if run.reason == Reason.OPERATION:
-        unknown = ledger.open_operations(run)
-        answered = "All its operations have their outcome."
-        return (unknown_text(unknown), reconcile_line(run)) if unknown else (answered, todo)
-    last = ledger.last_attempt(run)
-    return run.error or (last and last.error) or "", todo
+    last, of_operations = ledger.last_attempt(run), run.reason == Reason.OPERATION
+    if of_operations and (unknown := ledger.open_operations(run)):
+        failed = f"\nThe last time: {last.error}" if last and last.ending != Ending.AWAITS else ""
+        return unknown_text(unknown) + failed, reconcile_line(run)
+    answered = "All its operations have their outcome." * of_operations
+    return answered or run.error or (last and last.error) or "", todo
 
 
 def approve_line(run: Run, name: str) -> str:
@@ -11623,6 +11698,9 @@ class Standing(NamedTuple):
 def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
     """Return how a run stands, after looking at its processes."""
     if run.finished:
+        if unknown := ledger.open_operations(run):
+            why, todo = unknown_text(unknown), reconcile_line(run)
+            return Standing(run.state, why, todo, needs_someone=True)
         return Standing(run.state, rolled_back_text(ledger, run), f"batchrun report {run.id}")
     if run.state in OWNED or run.checks_at:
         owned = owned_standing(run, ledger.last_attempt(run), host)
@@ -12697,7 +12775,8 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #                  error to which retry_if says yes (the record did not cause it), nor for one
 #                  outside a batch. It needs a target: only that tells what of a batch was done
 #   poison         max_tries charged, and plan B is not to fail: the run awaits a person. A person's
-#                  `resume` begins to count anew, and so does every start of a failed run
+#                  `resume` begins to count anew, and so does every start of a failed run. Where the
+#                  outcome of operations is unknown, as of a lookup that fails, it awaits those
 #
 # While a worker runs, health (section 7) is watched. A verdict to pause asks the worker to stop as
 # the first stop does, with the same stop_grace; no try is charged. Then, or where a check follows a
@@ -13319,7 +13398,9 @@ class Supervisor:
 
     def _start(self) -> Start:
         """Return this start as the ledger judges it."""
-        launch = self._launch
+        launch, start = self._launch, self._launch.start
+        if self._anew or start == "fresh":
+            start = "fresh" if self._anew else "run"  # the next attempts go on with the new run
         return Start(
             owner=self._me,
             who=self._who,
@@ -13327,10 +13408,8 @@ class Supervisor:
             require_admission=functools.partial(
                 self._state.maintenance.require_open, self._job_config
             ),
-            require_may_go_on=functools.partial(
-                require_may_go_on, "fresh" if self._anew else launch.start, self._ledger
-            ),
-            leaves=lambda run: reply_to(launch.start, self._ledger, run) == Reply.SKIP,
+            require_may_go_on=functools.partial(require_may_go_on, start, self._ledger),
+            leaves=lambda run: reply_to(start, self._ledger, run) == Reply.SKIP,
             write_checkpoint=self._store.replace,
             overrides=launch.overrides,
             accept_settings="settings" in launch.acceptances,
@@ -13452,7 +13531,7 @@ class Supervisor:
         if after and (is_over or self._job_config.isolate or run.size is not None):
             patience.wait_s = 0.0
         elif is_over:
-            return plan_b(run, attempt, self._job_config)
+            return plan_b(run, attempt, self._job_config, self._ledger.open_operations(run))
         elif unwell:
             why = f"{attempt.error} No try is charged: {self._health.verdict.why}"
             after = After(RunState.PAUSED, Reason.HEALTH, why)
@@ -13687,6 +13766,10 @@ class Supervisor:
 
     def _letter(self, run: Run, attempt: Attempt) -> str:
         """Return what happened, what stands, and what to type."""
+        if run.reason == Reason.OPERATION:
+            awaits = unknown_end(run, self._ledger.open_operations(run))
+            todo, unchanged = awaits.todo, awaits.unchanged
+            attempt = attempt._replace(error=run.error, unchanged=unchanged, todo=todo)
         of_run = run.reason in (Reason.POISON, Reason.RETRY, Reason.HEALTH)
         log = f"The log: {self._state.log_path(run)}\nTo go on: batchrun resume {run.id}"
         said = [run.error if of_run else attempt.error, attempt.unchanged if not of_run else ""]
@@ -13774,7 +13857,7 @@ def halved(run: Run, attempt: Attempt, options: JobConfig) -> After | None:
     return After(RunState.RESERVED, why=f"{attempt.error} To isolate it, {then}.", size=size)
 
 
-def plan_b(run: Run, attempt: Attempt, options: JobConfig) -> After:
+def plan_b(run: Run, attempt: Attempt, options: JobConfig, unknown: list[Operation]) -> After:
     """Return what becomes of a run whose batch is not to be tried again."""
     if options.on_exhausted == "fail":
         return After(RunState.FAILED, why=attempt.error or "")
@@ -13785,6 +13868,8 @@ def plan_b(run: Run, attempt: Attempt, options: JobConfig) -> After:
     if run.tries == 0:
         failed = f"no batch was open, and {limit} is reached"
     why = f"{failed[0].upper()}{failed[1:]}.\nThe last time: {attempt.error}"
+    if poison and unknown:
+        return After(RunState.AWAITING, Reason.OPERATION, f"{unknown_text(unknown)}\n{why}")
     if poison:
         return After(RunState.AWAITING, Reason.POISON, why)
     return After(RunState.PAUSED, Reason.RETRY, why)
@@ -14261,8 +14346,10 @@ class Reconciler:
         ]
 
     def _answered(self, row: Answered, answer: list[Any]) -> Answered:
-        if row.operation.lookup is None:
+        if not row.operation.lookup:
             why = "its lookup is no plain function, so only the job itself can ask"
+            if row.operation.lookup is None:
+                why = "it has no lookup, so only a person can tell"
             return row._replace(why=f"{row.why}\n{why}".strip())
         outcome, receipt, why = answer
         if outcome is None:
@@ -14271,35 +14358,48 @@ class Reconciler:
 
 
 def by_person(
-    rows: list[Answered], confirmed: Iterable[str], absent: Iterable[str], told: Told
+    rows: list[Answered], keys_of: Mapping[str, Sequence[str]], told: Told, *, of_run: bool
 ) -> list[Answered]:
-    """Return the operations with a person's answers; `told` has who, why and the receipt.
+    """Return the operations with a person's answers: which keys have which outcome.
+
+    `told` has who, why and the receipt; `of_run`: whether all are of one run that was named.
 
     Raises:
         NotFound: a key is none of theirs.
-        ConfigurationError: it is that of two of them.
+        ConfigurationError: it may be meant of more than one run, or the answers of two things.
     """
-    outcomes = {**dict.fromkeys(absent, FREED), **dict.fromkeys(confirmed, CONFIRMED)}
-    for key in sorted(outcomes):
-        of_runs = [row.run.id for row in rows if row.operation.key == key]
-        if not of_runs:
-            raise NotFound(
-                f"There is no operation of unknown outcome with the key {key!r}.",
-                unchanged="Nothing was changed.",
-                todo="See: batchrun reconcile",
-            )
-        if len(of_runs) > 1:
-            raise ConfigurationError(
-                f"The key {key!r} is that of operations of two jobs.",
-                unchanged="Nothing was changed.",
-                todo=f"Name the run, such as: batchrun reconcile {of_runs[0]} ...",
-            )
-    return [
-        row._replace(told=told._replace(id=row.operation.id, outcome=outcomes[row.operation.key]))
-        if row.operation.key in outcomes
-        else row
-        for row in rows
-    ]
+    outcomes: dict[int, str] = {}
+    for outcome, keys in keys_of.items():
+        for row in (row for key in keys for row in meant_by(rows, key, of_run=of_run)):
+            if outcomes.setdefault(row.operation.id, outcome) != outcome:
+                raise half_answer(f"{row.operation.key!r} is confirmed and absent.")
+    if told.receipt and len([o for o in outcomes.values() if o == CONFIRMED]) != 1:
+        raise half_answer("--receipt is for one --confirm.")
+    answers = {row: told._replace(id=row, outcome=outcome) for row, outcome in outcomes.items()}
+    return [row._replace(told=answers.get(row.operation.id)) for row in rows]
+
+
+def meant_by(rows: list[Answered], key: str, *, of_run: bool) -> list[Answered]:
+    """Return the operation with a key; or those of a run that begin with what a `*` follows."""
+    found = [row for row in rows if row.operation.key == key]
+    several = not found and key.endswith("*")
+    if several:
+        found = [row for row in rows if row.operation.key.startswith(key[:-1])]
+    if not found:
+        what = f"There is no operation of unknown outcome with the key {key!r}."
+        raise NotFound(what, unchanged="Nothing was changed.", todo="See: batchrun reconcile")
+    if not of_run and (several or len(found) > 1):
+        lines = {f"\n  {reconcile_line(row.run)} ...  ({row.run.job})": row for row in found}
+        what = f"Say of which run {key!r} is meant."
+        todo = f"Name it:{''.join(lines)}"
+        raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo)
+    return found
+
+
+def half_answer(what: str) -> ConfigurationError:
+    """Return the letter for half an answer."""
+    todo = 'Write: batchrun reconcile --confirm KEY --receipt \'{"id": 7}\' --why "..." --apply'
+    return ConfigurationError(what, unchanged="Nothing was changed.", todo=todo)
 
 
 # -- draining ------------------------------------------------------------------------------------
@@ -14318,12 +14418,12 @@ def by_person(
 #   orphaned    not free, and its supervisor is gone
 #
 # A run is in one class, by what it is when the drain ends, and never moved to reach zero. It ends
-# with 0 if and only if all are free, none of their operations is unknown, the runs counted by event
-# ids are the runs found, nothing was admitted behind the barrier, and each of its scopes names a
-# job or a tag (else 3); with 13 if an owner is orphaned or frozen, or heeded no stop, or if an
-# operation is unknown, which no waiting will change; with 11 if others still run; with 75 or 130 if
-# it was stopped itself; with 1 if its barrier fell meanwhile. What was asked for stands, and the
-# next drain goes on.
+# with 0 if and only if all are free, no operation of a job that it closes is unknown, the runs
+# counted by event ids are the runs found, nothing was admitted behind the barrier, and each of its
+# scopes names a job or a tag (else 3); with 13 if an owner is orphaned or frozen, or heeded no
+# stop, or if an operation is unknown, which no waiting will change; with 11 if others still run;
+# with 75 or 130 if it was stopped itself; with 1 if its barrier fell meanwhile. What was asked for
+# stands, and the next drain goes on.
 #
 #   first ask      a request in the ledger, as soon as the barrier is up (not with --finish)
 #   deadline       with --then interrupt: TERM to the supervisor, and once more as a second stop; to
@@ -14368,6 +14468,7 @@ class Account(NamedTuple):
     until: int  # the event up to which it was found
     unknown: list[str]  # scopes of the barrier that name no job and no tag
     is_up: bool  # whether the barrier is up at this moment
+    left: list[dict[str, Any]]  # job, run, operations: the unknown ones of other finished runs
 
     @property
     def adds_up(self) -> bool:
@@ -14525,14 +14626,21 @@ class Drainer:
         until, admitted = self._ledger.newest_event(), self._ledger.admitted_behind(barrier)
         found = self._ledger.found_by(barrier, until)
         concerned = [each for each in found if self._concerns(barrier, each[0])]
+        runs = [self._found(run) for run, _ in concerned]
+        met, left = {run.run for run in runs}, self._ledger.runs_with_open_operations()
         return Account(
             barrier=barrier,
-            runs=[self._found(run) for run, _ in concerned],
+            runs=runs,
             counted=[run.id for run, is_counted in concerned if is_counted],
             behind=[row for row in admitted if self._closes(barrier, row[0])],
             until=until,
             unknown=[scope for scope in barrier.scopes if not self._is_known(scope)],
             is_up=self._is_up(barrier),
+            left=[
+                {"job": run.job, "run": run.id, "operations": count}
+                for run, count in left
+                if run.id not in met and self._concerns(barrier, run)
+            ],
         )
 
     def _is_known(self, scope: str) -> bool:
@@ -14570,7 +14678,7 @@ class Drainer:
         if not account.adds_up:
             return ExitCode.FINDINGS
         if not self._left:
-            unknown = any(each.operations for each in account.runs)
+            unknown = account.left or any(each.operations for each in account.runs)
             return ExitCode.PERSON_NEEDED if unknown else ExitCode.DONE
         if self._stops.count:
             return self._stops.exit_code()
@@ -14643,7 +14751,6 @@ def is_owned(state: StateDirectory, job: str) -> bool:
 
 BAR_WIDTH = 40  # at most; a narrow terminal gets a shorter one, or none
 CELL_WIDTH = 60  # of text that others wrote
-KEYS_SHOWN = 10
 NOT_SUMMARISED = ("key", "checkpoint", "settings", "hash")
 
 
@@ -14691,7 +14798,7 @@ def summarise_answered(row: Answered, *, applied: bool) -> dict[str, Any]:
         "job": row.run.job,
         "commit": operation.number,
         "claimed_at": operation.claimed_at,
-        "can_look_up": operation.lookup is not None,
+        "can_look_up": bool(operation.lookup),
         "outcome": told and told.outcome,
         "receipt": told and told.receipt and json.loads(told.receipt),
         "who": told and told.who,
@@ -14705,11 +14812,11 @@ ANSWER_WORDS = {DONE: "done", CONFIRMED: "was done", FREED: "was not done", None
 
 def render_answered(documents: list[dict[str, Any]]) -> str:
     """Return operations of unknown outcome as a table, and what follows."""
-    rows = [["key", "run", "claimed at", "answer", "why"]]
+    rows = [["key", "job", "run", "claimed at", "answer", "why"]]
     for each in documents:
         answer = ANSWER_WORDS[each["outcome"]] + " (recorded)" * each["applied"]
         claimed_at = moment_text(each["claimed_at"])
-        rows.append([each["key"], each["run"], claimed_at, answer, each["why"]])
+        rows.append([each["key"], each["job"], each["run"], claimed_at, answer, each["why"]])
     return render_table(rows)
 
 
@@ -14717,32 +14824,36 @@ def summarise_rollback(
     rollback: Rollback, batches: list[BatchRow], operations: list[Operation]
 ) -> dict[str, Any]:
     """Return what a rollback undoes as one JSON document, batches by number, newest first."""
-    fixed = [operation.key for operation in operations if operation.irreversible]
+    done = [row for row in operations if row.number <= rollback.of.number]
+    fixed = [row.key for row in done if row.irreversible]
+    uncommitted = [row.key for row in operations if row.number > rollback.of.number]
     return {
         "run": rollback.of.id,
         "to_batch": rollback.to,
         "batches": [batch.number for batch in batches if batch.remembered],
         "rows": sum(batch.remembered for batch in batches),
         "without_rows": [batch.number for batch in batches if not batch.remembered],
-        "operations": len(operations) - len(fixed),
+        "operations": len(done) - len(fixed),
         "irreversible": len(fixed),
         "irreversible_keys": fixed[:KEYS_SHOWN],
+        "uncommitted": len(uncommitted),
+        "uncommitted_keys": uncommitted[:KEYS_SHOWN],
     }
 
 
 def render_rollback(document: dict[str, Any]) -> list[str]:
     """Return what a rollback undoes, and what it does not, as lines."""
-    count, fixed = document["operations"], document["irreversible"]
+    count = document["operations"]
     size = f", {document['bytes']:,} bytes" if "bytes" in document else ""
     lines = [f"  undone    {document['rows']:,} rows{size}, of {ranges_text(document['batches'])}"]
     if document["without_rows"]:
         lines.append(f"  no row    remembered by {ranges_text(document['without_rows'])}")
     if count:
         lines.append(f"  outside   {count:,} operations, left to the job's rollback")
-    if fixed:
-        keys = ", ".join(document["irreversible_keys"])
-        more = ", ..." * (fixed > KEYS_SHOWN)
-        lines.append(f"  NOT UNDONE: {fixed:,} operations that are irreversible: {keys}{more}")
+    never = " of a batch that was never committed"
+    for name, which in (("irreversible", " that are irreversible"), ("uncommitted", never)):
+        if document[name]:
+            lines.append(f"  {not_undone(document[name], which, document[f'{name}_keys'])}")
     return lines
 
 
@@ -14920,7 +15031,7 @@ def summarise_drain(
     drain: Drain, account: Account, away: list[tuple[str, str, int]]
 ) -> dict[str, Any]:
     """Return a drain as one JSON document: the runs that there were, their classes, the proof."""
-    sums = dict.fromkeys(DRAINED_AS, 0)
+    sums, runs = dict.fromkeys(DRAINED_AS, 0), [run._asdict() for run in account.runs]
     for run in account.runs:
         sums[run.stands] += 1
     adds_up = account.adds_up and sum(sums.values()) == len(account.counted)
@@ -14930,10 +15041,11 @@ def summarise_drain(
         "barrier": account.barrier._asdict(),
         "is_up": account.is_up,
         "unknown_scopes": account.unknown,
-        "runs": [run._asdict() for run in account.runs],
+        "runs": runs,
         "total": len(account.counted),
         "sums": sums,
-        "operations": sum(run.operations for run in account.runs),
+        "operations": sum(each["operations"] for each in (*runs, *account.left)),
+        "operations_of_others": account.left,
         "adds_up": adds_up,
         "ended": drain_text(found, account.barrier, is_up=account.is_up),
         "turned_away": [dict(zip(("done", "job", "starts"), row, strict=True)) for row in away],
@@ -14975,6 +15087,11 @@ def render_drain(summary: dict[str, Any]) -> str:
                 for run in summary["runs"]
             ),
             f"  operations  {summary['operations']} of unknown outcome",
+            *(
+                "  unknown     {operations} of run {run} of {job}; to find out:"
+                " batchrun reconcile {run}".format(**row)
+                for row in summary["operations_of_others"]
+            ),
             f"  starts      {', '.join(starts) or 'none was turned away'}",
             f"  admitted    {', '.join(behind) or 'nothing'} between {between}",
             render_door(is_up=summary["is_up"]),
@@ -15377,7 +15494,8 @@ def counts_text(summary: dict[str, Any]) -> str:
 def time_text(summary: dict[str, Any]) -> str:
     """Return where the time went, and batchrun's own share of it."""
     read_s, work_s, own_s = summary["read_s"], summary["work_s"], summary["own_s"]
-    share = f" ({100 * own_s / (read_s + work_s):.1f} % of that)" if read_s + work_s else ""
+    rest_s = read_s + work_s  # of less than 0.1 s the share says nothing
+    share = f" ({100 * own_s / rest_s:.1f} % of that)" if rest_s >= 0.1 else ""
     return f"{read_s:.2f} s reading, {work_s:.2f} s the job's work, {own_s:.2f} s batchrun{share}"
 
 
@@ -17098,7 +17216,9 @@ def cancel_command(
     if outcome.letter:
         app.console.letter(outcome.letter, outcome.exit_code)
     document = {"run": ended.id, "request": Request.CANCEL, "done": True, "state": ended.state}
-    app.console.result(f"run {ended.id} of {ended.job} is {ended.state}", document)
+    with app.ledger(write=False) as ledger:
+        text = stop_text(ended, Request.CANCEL, standing(ledger, ended, app.host), is_done=True)
+    app.console.result(f"run {ended.id} of {ended.job} {text}", document)
     return outcome.exit_code
 
 
@@ -17139,7 +17259,9 @@ def stop_text(run: Run, request: Request, stands: Standing, *, is_done: bool) ->
         return f"waits; only batchrun resume {run.id} begins it"
     if is_done:
         has = "has" if run.state in (RunState.SUCCEEDED, RunState.FAILED) else "is"
-        return f"{has} {run.state}" + f" ({run.request} is asked for)" * bool(run.request)
+        unknown = f"\n{stands.why}\nto find out: {stands.todo}"
+        asked = f" ({run.request} is asked for)" * bool(run.request)
+        return f"{has} {run.state}{asked}" + unknown * (run.finished and stands.needs_someone)
     done = {Request.PAUSE: "paused", Request.CANCEL: "cancelled"}[request]
     frozen = f"\n{stands.why}\nto end it: batchrun cancel --kill {run.id}"
     return f"will be {done} at its next safe point" + frozen * stands.needs_someone
@@ -17188,32 +17310,29 @@ def reconcile_command(
     with app.ledger(write=applies) as ledger:
         reconciler = Reconciler(app.config, ledger, app.host, app.console.say)
         found = app.find_run(ledger, run) if run else None
-        rows = by_person(reconciler.unknown(found), said["confirm"], said["absent"], told)
+        keys_of = {FREED: said["absent"], CONFIRMED: said["confirm"]}
+        rows = by_person(reconciler.unknown(found), keys_of, told, of_run=found is not None)
         rows = reconciler.settled(rows, app.who, lookup=lookup, applies=applies)
-    return show_answered(app, rows, applies=applies)
+        return show_answered(app, ledger, rows, applies=applies)
 
 
 def told_by(
     user: str, *, confirm: Sequence[str], absent: Sequence[str], receipt: str, why: str, by: str
 ) -> Told:
     """Return what a person says, without saying of which operation; refuse half of an answer."""
-    both = sorted(set(confirm) & set(absent))
     wrong = {
-        f"{both and both[0]!r} is confirmed and absent.": bool(both),
         "An answer needs --why.": bool(confirm or absent) and not why.strip(),
-        "--receipt is for one --confirm.": bool(receipt) and len(confirm) != 1,
     }
     with contextlib.suppress(ValueError):
         receipt = receipt and _compact(json.loads(receipt))
         wrong["--receipt is not JSON."] = False
     wrong.setdefault("--receipt is not JSON.", bool(receipt))
     for what in (what for what, is_so in wrong.items() if is_so):
-        todo = 'Write: batchrun reconcile --confirm KEY --receipt \'{"id": 7}\' --why "..." --apply'
-        raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo)
+        raise half_answer(what)
     return Told(0, None, receipt or None, mask_secrets(by or user), mask_secrets(why))
 
 
-def show_answered(app: App, rows: list[Answered], *, applies: bool) -> ExitCode:
+def show_answered(app: App, ledger: Ledger, rows: list[Answered], *, applies: bool) -> ExitCode:
     """Write what is known of operations; 3 while the outcome of one is unknown."""
     documents = [summarise_answered(row, applied=applies) for row in rows]
     left = sum(not each["applied"] for each in documents)
@@ -17221,13 +17340,21 @@ def show_answered(app: App, rows: list[Answered], *, applies: bool) -> ExitCode:
     if any(each["outcome"] and not applies for each in documents):
         text += "\nnothing is recorded yet: type it again with --apply"
     elif left:
-        text += (
-            "\nto type: batchrun reconcile --lookup, or --confirm KEY or --absent KEY, and --why"
-        )
-    elif documents:
-        text += "\nthe tick goes on; at once: batchrun resume --all"
+        asks = "--lookup, or " * any(each["can_look_up"] for each in documents)
+        text += f"\nto type: batchrun reconcile {asks}--confirm KEY or --absent KEY, and --why"
+    else:
+        runs = {row.run.key: row.run for row in rows}.values()
+        text += "".join([f"\n{answered_text(ledger, run, app.host)}" for run in runs])
     app.console.result(text, {"operations": documents, "open": left})
     return ExitCode.FINDINGS if left else ExitCode.DONE
+
+
+def answered_text(ledger: Ledger, run: Run, host: Host) -> str:
+    """Return what follows for a run whose operations all have their outcome now."""
+    stands, of = standing(ledger, ledger.run(run.key), host), f"run {run.id} of {run.job}"
+    if stands.is_due:
+        return f"the tick goes on with {of}; at once: {stands.todo}"
+    return f"{of} is {stands.state}; {'see' if run.finished else 'to type'}: {stands.todo}"
 
 
 @command("Answer and mend", exits=[ExitCode.FINDINGS, ExitCode.PERSON_NEEDED])

@@ -162,8 +162,8 @@ class Destination(BaseHTTPRequestHandler):
             found = store.execute(sql, (space, key)).fetchone()
             sql = f"UPDATE effect SET hidden = hidden - 1 {mine} AND hidden > 0"
             store.execute(sql, (space, key))
-        if fault == "refuse":
-            return self._answer(int(detail), b"refused")
+        if fault in ("refuse", "hang"):
+            return self._fail(fault, detail)
         if fault == "nonsense":
             return self._answer(200, b"<html>")
         if kind == "neither":

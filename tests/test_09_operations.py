@@ -271,6 +271,7 @@ def test_a_key_that_was_claimed_for_other_arguments_is_refused(
     assert run(nurse, shop, "run", "push") == 13
     assert "The idempotency key 'push/0' was used for other arguments." in said(shop)
     assert "Two records of this batch have it" in said(shop)
+    assert f"When the job is mended: batchrun resume {shop.latest().id}\n" in said(shop)
     shop.write((CLIENT + JOB).replace('f"push/{record}"', 'f"push/{(record + 1) % 3}"'))
     assert run(nurse, shop, "run", "push") == 13
     assert re.search(r"It was claimed at 20\S+Z by run " + first.id, said(shop))
@@ -299,6 +300,10 @@ def test_a_key_twice_in_a_batch_is_called_once_and_both_get_its_receipt(
         (('f"push/{record}"', '"x" * 513'), "An operation cannot have the key 'xxx"),
         (('f"push/{record}"', "record"), "An operation cannot have the key 0."),
         (('"none" else s.rate', '"none" else "fast"'), "cannot go on at the rate 'fast'"),
+        (('"none" else s.rate', '"none" else 20'), "cannot go on at the rate 20."),
+        (("def call(", "async def call("), "An operation cannot be made by push.<locals>.call."),
+        (("def lookup(", "async def lookup("), "cannot be made by push.<locals>.lookup."),
+        (('return send(s.url, "PUT"', 'yield send(s.url, "PUT"'), "push.<locals>.call."),
         (("workers=s.workers", "workers=0"), "cannot go on with workers=0, on_error='raise'."),
         (("on_error=s.on_error", 'on_error="skip"'), "with workers=3, on_error='skip'."),
     ],
@@ -347,6 +352,55 @@ def test_a_call_may_not_use_the_context(nurse: Nursery, server: Outside, tmp_pat
         assert run(nurse, shop, "run", "push") == 1
         assert "The call of an operation used the job's context." in said(shop)
         assert "inner" not in shop.operations()
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["once", "once_each"])
+def test_a_call_that_returns_what_was_to_be_awaited_was_not_made(
+    nurse: Nursery, server: Outside, tmp_path: Path, *, each: bool
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "keys", each=each, records=3)
+    later = "    async def later(key, record):\n        return 1\n\n    def call(key, record):\n"
+    job = (CLIENT + JOB).replace("    def call(key, record):\n", later)
+    shop.write(job.replace('return send(s.url, "PUT"', "return later(key, record) or send(0, 0"))
+    assert run(nurse, shop, "run", "push") == 1
+    letter = r"The operation 'push/\d' was not made: its call returned a coroutine, not awaited."
+    assert re.search(letter, said(shop))
+    assert "never awaited" not in said(shop)
+    assert {row.outcome for row in shop.operations().values()} == {FREED}
+    shop.write(CLIENT + JOB)
+    assert run(nurse, shop, "resume") == 0
+    assert shop.effects == {f"push/{n}": 1 for n in range(3)}
+
+
+def test_what_a_lookup_returns_to_be_awaited_tells_nothing(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "lookup", records=3)
+    assert run(nurse, shop, "run", "push", point="operation.called@2=kill") == 13
+    unknown = shop.open()
+    later = "    async def later(key):\n        return 1\n\n    def lookup(key):\n"
+    job = (CLIENT + JOB).replace("    def lookup(key):\n", later)
+    shop.write(job.replace('return send(s.url, "GET", key)', "return later(key)"))
+    assert run(nurse, shop, "resume") == 1
+    assert "its lookup returned a coroutine, not awaited." in said(shop)
+    assert shop.open() == unknown
+
+
+def test_a_thread_of_the_job_may_not_use_the_context_and_the_batch_is_not_committed(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "keys", each=False)
+    threaded = (
+        "import threading\n                done = threading.Thread(target=ctx.once,"
+        ' args=(f"push/{record}", call, record))\n'
+        "                done.start(); done.join()"
+    )
+    call = 'ctx.once(f"push/{record}", call, record, lookup=ask)'
+    assert call in JOB
+    shop.write((CLIENT + JOB).replace(call, threaded))
+    assert run(nurse, shop, "run", "push") == 1
+    assert "The job used its context in a thread of its own." in said(shop)
+    assert (shop.operations(), shop.latest().number) == ({}, 0)
 
 
 def test_equal_arguments_have_equal_digests_whatever_their_order_and_process() -> None:
@@ -501,6 +555,36 @@ def test_a_lookup_that_fails_is_an_error_of_the_job_and_is_asked_again(
     assert [each.ending for each in shop_attempts(shop)] == ["raised", "raised", "succeeded"]
 
 
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (("refuse", "503"), "Answered: HTTP 503"),
+        (("hang", ""), "TimeoutError: the lookup of operation 'push/3' did not end within"),
+    ],
+)
+def test_when_the_tries_of_a_lookup_are_over_the_run_awaits_its_operation_and_then_is_due(
+    nurse: Nursery, server: Outside, tmp_path: Path, fault: tuple[str, str], why: str
+) -> None:
+    shop = Shop(
+        tmp_path / "shop", server, "lookup", retry_for="30s", max_tries=3, call_timeout="500ms"
+    )
+    server.plan(shop.space, "push/3", "reset after")
+    server.plan(shop.space, "GET push/3", *fault, times=2)
+    assert run(nurse, shop, "run", "push") == 13
+    stands = shop.latest()
+    assert (stands.state, stands.reason, shop.open()) == ("awaiting", "operation", ["push/3"])
+    for words in ("run", "status"):
+        assert words == "run" or run(nurse, shop, "status", "push") == 3
+        assert "Whether the operation 'push/3' was done is unknown; claimed 20" in said(shop)
+        assert words == "status" or "Batch 1 failed 3 times, and max_tries = 3" in said(shop)
+        assert f"The last time: The job raised {why}" in said(shop)
+        assert f"batchrun reconcile {stands.id}" in said(shop)
+        assert words == "status" or f"reconcile {stands.id} --absent push/3" in said(shop)
+    shop.answer()
+    assert run(nurse, shop, "resume", "--all") == 0, said(shop)
+    assert shop.effects == {f"push/{n}": 1 for n in range(12)}
+
+
 def test_absent_is_not_believed_before_settle_has_passed(
     nurse: Nursery, server: Outside, tmp_path: Path
 ) -> None:
@@ -536,8 +620,8 @@ def test_a_call_over_its_time_limit_ends_the_attempt_and_stays_unknown(
     shop.write(CLIENT + careless)
     server.plan(shop.space, "push/1", "hang after")
     assert run(nurse, shop, "run", "push") == 13
-    words = "The job raised TimeoutError: operation 'push/1' did not end within 0.5 s in batch 1."
-    assert words in said(shop)
+    words = "TimeoutError: the call of operation 'push/1' did not end within 0.5 s in batch 1."
+    assert f"The job raised {words}" in said(shop)
     assert shop.open() == ["push/1"]
     done = {key for key, row in shop.operations().items() if row.outcome == "done"}
     assert done == set(shop.effects) - {"push/1"}
@@ -603,6 +687,16 @@ def test_neither_a_fresh_start_nor_a_cancel_forgets_what_is_unknown(
     shop.answer()
     assert run(nurse, shop, "resume") == 0
     assert shop.effects == {f"push/{n}": 1 for n in range(6)}
+
+
+def test_a_fresh_start_tries_again_what_its_own_first_attempt_left_unknown(
+    nurse: Nursery, server: Outside, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path / "shop", server, "lookup", retry_for="30s")
+    server.plan(shop.space, "push/3", "reset after")
+    assert run(nurse, shop, "run", "push", "--fresh") == 0, said(shop)
+    assert shop.effects == {f"push/{n}": 1 for n in range(12)}
+    assert len(shop_attempts(shop)) == 2
 
 
 def test_a_run_does_not_end_with_an_unknown_operation_that_it_never_met_again(
@@ -678,7 +772,7 @@ def a_crew(calls: Any, workers: int) -> Crew:  # noqa: ANN401 - what a claim is 
         host=Host(), driver=Door(), options=SimpleNamespace(call_timeout_s=60.0)
     )
     of.driver.stops = 0
-    return Crew(of, How(calls, workers=workers), calls, "operation.called")
+    return Crew(of, How(calls, workers=workers), calls, "call")
 
 
 def test_what_is_not_begun_when_its_crew_is_left_is_never_called() -> None:

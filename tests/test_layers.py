@@ -21,20 +21,20 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Vocabulary": 600,
     "Host": 820,
     "Configuration": 1_165,
-    "Checkpoints": 485,
-    "Ledger": 2_710,
+    "Checkpoints": 490,
+    "Ledger": 2_725,
     "Locks and maintenance": 445,
     "Health": 900,
-    "Jobs": 2_840,
-    "Operations": 630,
-    "Recovery": 1_050,
+    "Jobs": 2_875,
+    "Operations": 650,
+    "Recovery": 1_055,
     "Worker": 895,
-    "Supervisor": 1_970,
-    "Reports": 1_530,
-    "Command line": 1_700,
+    "Supervisor": 2_000,
+    "Reports": 1_540,
+    "Command line": 1_710,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 17_849  # must stay under
+LINES_IN_ALL = 17_976  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

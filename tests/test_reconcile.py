@@ -1,6 +1,7 @@
 """What became of an operation is found out by a person or a lookup, shown before it is recorded."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -154,8 +155,12 @@ def test_lookups_find_what_was_done_and_what_was_not(post: Post, lookup: str) ->
         ("look", "closed", "cannot tell: CannotTell: the office is closed"),
         ("look", "broken", "cannot tell: OSError: no route"),
         ("look", "deadly", "its process ended during the call"),
-        ("lambda key: look(key)", "", "so only the job itself can ask"),
-        ("None", "", "so only the job itself can ask"),
+        (
+            "lambda key: look(key)",
+            "",
+            "its lookup is no plain function, so only the job itself can ask",
+        ),
+        ("None", "", "it has no lookup, so only a person can tell"),
     ],
 )
 def test_what_nobody_can_tell_stays_unknown_and_says_why(
@@ -253,10 +258,20 @@ def test_a_key_that_two_jobs_do_not_know_about_is_answered_for_one_of_them(post:
     post.project.run("run", "again")
     answer = ("reconcile", "--absent", "letter/d", "--why", "x", "--apply")
     ended = post.project.run(*answer)
-    assert (ended.code, ended.err.splitlines()[0]) == (
+    of = {row["job"]: row["run"] for row in post.ask("reconcile")["operations"]}
+    assert (ended.code, ended.err.splitlines()) == (
         2,
-        "The key 'letter/d' is that of operations of two jobs.",
+        [
+            "Say of which run 'letter/d' is meant.",
+            "Nothing was changed.",
+            "Name it:",
+            f"  batchrun reconcile {run} ...  (push)",
+            f"  batchrun reconcile {of['again']} ...  (again)",
+        ],
     )
+    table = post.project.run("reconcile").out.splitlines()
+    assert table[0].split()[:3] == ["key", "job", "run"]
+    assert table[1].split()[:3] == ["letter/d", "push", run]
     assert post.project.run("reconcile", run, *answer[1:]).code == 0
 
 
@@ -276,3 +291,70 @@ def test_a_drain_ends_with_13_while_an_operation_is_unknown(post: Post) -> None:
     words = ("--absent", "letter/d", "--why", "asked", "--apply")
     assert post.project.run("reconcile", run, *words).code == 0
     assert post.project.run("drain").code == 0
+
+
+def test_what_a_cancelled_run_left_unknown_is_told_by_cancel_status_and_drain(post: Post) -> None:
+    run = post.begin("None")
+    why = "Whether the operation 'letter/d' was done is unknown; claimed "
+    ended = post.project.run("cancel", run)
+    assert (ended.code, why in ended.out) == (0, True)
+    assert ended.out.endswith(f"to find out: batchrun reconcile {run}\n")
+    ended = post.project.run("status", "push")
+    assert (ended.code, why in ended.out) == (3, True)
+    assert f"to type: batchrun reconcile {run}\n" in ended.out
+    ended = post.project.run("drain")
+    assert ended.code == 13
+    assert "  unfinished  0 runs = " in ended.out
+    unknown = f"  unknown     1 of run {run} of push; to find out: batchrun reconcile {run}\n"
+    assert f"  operations  1 of unknown outcome\n{unknown}" in ended.out
+    words = ("--absent", "letter/d", "--why", "asked", "--apply")
+    assert post.project.run("reconcile", run, *words).code == 0
+    assert post.project.run("drain").code == 0
+    assert post.project.run("status", "push").code == 0
+
+
+def test_a_report_tells_no_share_of_next_to_nothing(post: Post) -> None:
+    report = post.project.run("report", post.begin("None", bad="b")).out
+    assert re.search(r"^Where the time went: .* s batchrun\.$", report, re.MULTILINE)
+    assert re.search(r"^  open +1$", report, re.MULTILINE)
+
+
+def test_one_answer_is_for_all_keys_of_a_run_that_begin_alike(post: Post) -> None:
+    run = post.begin("None", bad="de")
+    answer = ("--absent", "letter/*", "--why", "x", "--apply")
+    ended = post.project.run("reconcile", *answer)
+    assert (ended.code, ended.err.splitlines()[0]) == (
+        2,
+        "Say of which run 'letter/*' is meant.",
+    )
+    ended = post.project.run("reconcile", run, "--confirm", "letter/d", *answer)
+    assert (ended.code, ended.err.splitlines()[0]) == (2, "'letter/d' is confirmed and absent.")
+    receipt = ("--confirm", "letter/*", "--receipt", "1", "--why", "x", "--apply")
+    ended = post.project.run("reconcile", run, *receipt)
+    assert (ended.code, ended.err.splitlines()[0]) == (2, "--receipt is for one --confirm.")
+    ended = post.project.run("reconcile", run, "--absent", "card/*", "--why", "x")
+    assert ended.code == 4
+    assert post.project.run("reconcile", run, *answer).code == 0
+    assert post.project.run("resume", "--all").code == 0
+    assert sorted(post.posted()) == list("abcdefghi")
+
+
+@pytest.mark.parametrize("lookup", ["None", "lambda key: look(key)"])
+def test_a_lookup_that_cannot_be_called_is_not_offered(post: Post, lookup: str) -> None:
+    run = post.begin(lookup)
+    ended = post.project.run("reconcile", run)
+    assert ended.out.endswith("type: batchrun reconcile --confirm KEY or --absent KEY, and --why\n")
+    (row,) = post.ask("reconcile", run)["operations"]
+    assert row["can_look_up"] is False
+
+
+def test_the_last_line_says_what_an_answer_leads_to(post: Post) -> None:
+    answer = ("--absent", "letter/d", "--why", "x", "--apply")
+    run = post.begin("None")
+    due = f"the tick goes on with run {run} of push; at once: batchrun resume {run}\n"
+    assert post.project.run("reconcile", run, *answer).out.endswith(due)
+    post.write("None")
+    post.project.run("resume", run)
+    assert post.project.run("cancel", run).code == 0
+    over = f"run {run} of push is cancelled; see: batchrun report {run}\n"
+    assert post.project.run("reconcile", run, *answer).out.endswith(over)

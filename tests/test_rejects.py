@@ -313,6 +313,32 @@ def test_a_retry_runs_just_the_rejects_through_the_same_job(rejected: Shop) -> N
     ]
 
 
+@pytest.mark.parametrize("opened", ['ctx.connect("sqlite:s.db")', 'sqlite3.connect("s.db")'])
+def test_a_retry_of_a_query_takes_the_keys_of_rows_that_are_there_no_more(
+    shop: Shop, opened: str
+) -> None:
+    body = f"""
+        source = {opened}
+        bad = open("bad.txt").read().split()
+        for batch in ctx.batches(Query(source, "SELECT n, sku FROM s", key="sku")):
+            done(batch.number, batch.first_key)
+            for row in batch:
+                if str(row[0]) in bad:
+                    batch.reject(row, "bad")
+            yield batch
+        """
+    shop.write(body, config="max_rejects = 5")
+    stock_of_20(shop.folder, "s.db").close()
+    bad(shop, 3, 8)
+    assert shop.run().code == 10
+    bad(shop)
+    with contextlib.closing(sqlite3.connect(shop.folder / "s.db")) as source, source:
+        source.execute("DELETE FROM s")
+    assert retry(shop, newest(shop)).code == 0
+    assert shop.done()[-1:] == ["s03"]
+    assert [state for _, _, state in states(shop, "sync")] == ["retried", "retried"]
+
+
 def test_a_retry_that_fails_is_tried_again_by_its_supervisor(rejected: Shop) -> None:
     once = """
         if not os.path.exists("once"):
@@ -604,9 +630,9 @@ def test_rejects_of_which_only_text_is_kept_cannot_be_retried_and_say_so(shop: S
 # --- isolation: sources ---------------------------------------------------------------------------
 
 
-def stock_of_20(folder: Path) -> sqlite3.Connection:
+def stock_of_20(folder: Path, name: str = "source.db") -> sqlite3.Connection:
     """Return a database with 20 records, their keys not the numbers from 0."""
-    connection = sqlite3.connect(folder / "source.db")
+    connection = sqlite3.connect(folder / name)
     connection.execute("CREATE TABLE IF NOT EXISTS s (sku TEXT PRIMARY KEY NOT NULL, n INTEGER)")
     rows = [(f"s{number:02}", number) for number in range(20)]
     connection.executemany("INSERT OR IGNORE INTO s VALUES (?, ?)", rows)

@@ -154,9 +154,13 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
 def test_a_row_that_could_not_be_had_back_is_refused() -> None:
     with pytest.raises(CursorError) as refused:
         image_of((1, object))
-    assert refused.value.what == (
-        "(1, <class 'object'>) cannot be remembered: type is not a cursor type."
-    )
+    allowed = "text, a number, a date, bytes, None, or a tuple, list or dict of those"
+    assert str(refused.value).splitlines() == [
+        "(1, <class 'object'>) cannot be remembered: it has a value of type type.",
+        f"A remembered row is {allowed}.",
+        "Nothing was committed.",
+        "Let the job remember the row as such values.",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -476,6 +480,52 @@ def test_operations_of_unknown_outcome_come_first(shop: Table) -> None:
         f"1 operations of run {run} of sync have no known outcome.\n"
         "Whether there is something to undo in the outside world is to be known first.\n"
         f"Nothing was undone.\nType: batchrun reconcile {run}\n"
+    )
+
+
+def test_operations_of_a_batch_that_was_never_committed_are_named_as_not_undone(
+    shop: Table,
+) -> None:
+    effects = """\
+        for x in batch:
+            ctx.once(f"mail/{x}", lambda key, n: None, x)
+        if batch.number == 3:
+            raise batchrun.Fatal("stop here")
+"""
+    begins = "        with batch.transaction() as rows:\n            for x in batch:\n"
+    job = JOB.replace(begins, effects + begins)
+    shop.write_file(f"import batchrun\n{job}")
+    assert shop.run().code == 1
+    run = shop.newest()
+    assert shop.call("cancel", run).code == 0
+    keys = ", ".join(f"mail/{x}" for x in range(10, 15))
+    line = f"  NOT UNDONE: 5 operations of a batch that was never committed: {keys}\n"
+    assert line in shop.roll_back(run, "--dry-run").out
+    document = json.loads(shop.roll_back(run, "--dry-run", "--json").out)
+    assert (document["operations"], document["uncommitted"]) == (10, 5)
+    shop.roll_back(run)
+    assert line in shop.call("report", shop.newest()).out
+
+
+def test_a_run_without_rows_names_its_operations_and_the_newest_run_that_has_some(
+    shop: Table,
+) -> None:
+    first = shop.done_once()
+    shop.value("new", first=99)
+    run = shop.done_once()
+    with contextlib.closing(sqlite3.connect(shop.folder / "state/ledger.db")) as ledger:
+        insert = (
+            "INSERT INTO operation (job, key, run, generation, number, arguments, claimed_at,"
+            " outcome) VALUES ('sync', ?, 2, 1, ?, x'00', '', 'done')"
+        )
+        ledger.executemany(insert, [("push/1", 4), ("push/2", 5)])
+        ledger.commit()
+    assert shop.refused(run) == (
+        f"Run {run} of sync has nothing to undo above batch 0.\n"
+        "None of those batches has remembered a row, or what they had is being pruned.\n"
+        "NOT UNDONE: 2 operations: push/1, push/2\n"
+        "Nothing was undone.\n"
+        f"The newest run that has remembered rows: batchrun rollback {first}\n"
     )
 
 
