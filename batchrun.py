@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     import subprocess
     from dataclasses import Field
     from typing import IO, NamedTuple
+    from urllib.parse import SplitResult
 
 VERSION = "0.1.0"
 T = TypeVar("T")
@@ -1585,7 +1586,8 @@ def make_private_folder(path: Path) -> None:
 # Secrets: what a Secret holds, what is read by { env = } or { file = }, what is named like a secret
 # and passwords inside other settings are remembered by this process, and mask_secrets() replaces
 # them wherever they appear. A new password is not a changed setting: see identity(). The URL of a
-# webhook or ping is one too, as a whole: whoever knows it can speak in our name.
+# webhook or ping is one too, as a whole and in its pieces: whoever knows it can speak in our name.
+# An address that cannot be read is refused without being quoted, as all of it may be misplaced.
 
 _UNITS_S = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 _UNITS_BYTES = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -1781,7 +1783,7 @@ def _is_reference(value: object) -> bool:
 def _secret_url(value: object) -> str | dict[str, object]:
     """Read the address of a webhook or ping; all of it is masked from now on."""
     if isinstance(value, str):
-        remember_secret(value)
+        remember_url(value)
         if value and not value.startswith(("http://", "https://")):
             raise ValueError("an address that begins with http:// or https:// is wanted")
     return _url(value)
@@ -1802,20 +1804,42 @@ def _header(value: object) -> str | dict[str, object]:
 
 def require_url(url: str) -> str:
     """Return an address that can be asked, its password masked from now on; or ValueError."""
-    from urllib.parse import urlsplit  # only where there is a dependency
-
     _remember_parts("", url)
-    parts = urlsplit(url)
-    several = parts.scheme.startswith("postgres")  # libpq takes hosts by comma, or none
-    port = None if several else parts.port  # a ValueError if it is none
+    try:
+        parts, ports = _split_url(url)
+    except ValueError as error:
+        remember_url(url)  # nobody can tell which part of it is secret
+        raise ValueError(f"{error} (the address is not shown: it may hold a secret)") from None
+    several = parts.scheme.startswith("postgres")  # libpq takes no host, too
     if parts.scheme in LOCAL_SCHEMES:
         if not url_path(url):
             raise ValueError(f'a path is wanted, "{parts.scheme}:PATH"')
     elif not parts.hostname and not several:
         raise ValueError(f'a host is wanted, "{parts.scheme}://HOST"')
-    if parts.scheme == "tcp" and not port:
+    if parts.scheme == "tcp" and not any(ports):
         raise ValueError('a port is wanted, "tcp://HOST:PORT"')
     return url
+
+
+def _split_url(url: str) -> tuple[SplitResult, list[int]]:
+    """Return the parts of an address and its ports, if it can be read; or ValueError, in our words.
+
+    The parser's own words are never shown: they quote what was written.
+    """
+    from urllib.parse import urlsplit  # only where there is a dependency
+
+    local = url.partition(":")[0] in LOCAL_SCHEMES  # a path may have spaces
+    if re.search(r"[\0-\x1f\x7f]" if local else r"[\0-\x20\x7f]", url):
+        raise ValueError("an address without spaces and control characters is wanted")
+    try:
+        parts = urlsplit(url)
+        hosts = "" if local else parts.netloc.rpartition("@")[2]  # of libpq, several by comma
+        ports = [int(port or 0) for port in re.findall(r":([^:,\]]*)(?=,|\Z)", hosts)]
+    except ValueError:
+        ports = [-1]
+    if not all(0 <= port < 65_536 for port in ports):
+        raise ValueError('an address with a port from 1 to 65535 or none, "HOST:PORT", is wanted')
+    return parts, ports
 
 
 def url_path(url: str) -> str:
@@ -1941,7 +1965,9 @@ class Need(NamedTuple):
         """Return the url as text, read from elsewhere if it says so; ValueError if it is none."""
         if isinstance(self.url, str):
             return self.url + self.suffix
-        return str(_url(_fetched(dict(self.url), folder))) + self.suffix
+        text = str(_fetched(dict(self.url), folder))
+        remember_url(text)
+        return str(_url(text)) + self.suffix
 
     def headers(self, folder: Path) -> dict[str, str]:
         """Return the header by its name, read from elsewhere if it says so; or ValueError."""
@@ -2363,6 +2389,7 @@ def _is_private(gid: int, owner: str) -> bool:
 
 _MASK = "***"
 _LEAST_CHARS = 4  # a shorter value would tear up text that has nothing to do with it
+LEAST_PIECE_CHARS = 6  # the same of a piece of a secret address, whose pieces may be words
 _REMEMBERED: set[str] = set()  # the secrets this process has met, in the forms they are printed in
 
 
@@ -2394,6 +2421,18 @@ def remember_secret(value: str) -> None:
         url = quote(part, safe="", errors="replace")
         forms = (part, unquote(part), url, repr(part)[1:-1], json.dumps(part)[1:-1])
         _REMEMBERED.update(form for form in forms if min(len(part), len(form)) >= _LEAST_CHARS)
+
+
+def remember_url(url: str) -> None:
+    """Have an address masked from now on that is a secret, and the pieces after its host.
+
+    A piece that is short or one word in small letters (https://h/services/T0AB1XYZ) is none.
+    """
+    remember_secret(url)
+    after = re.search(r"[/?#].*", url.partition("://")[2], re.DOTALL)
+    for piece in re.split(r"[/?&=#]", after[0]) if after else []:
+        if len(piece) >= LEAST_PIECE_CHARS and not re.fullmatch("[a-z_-]*", piece):
+            remember_secret(piece)
 
 
 def mask_secrets(text: str) -> str:
@@ -6742,8 +6781,9 @@ def no_answer(question: Question, elapsed_s: float) -> Answer:
 def _answer_into(put: Callable[[Answer], object], question: Question, host: Host) -> None:
     """Ask one question and put the answer where it is waited for, whatever happens."""
     began, peers = host.monotonic(), list[Peer]()
-    for secret in (question.url, *question.headers.values()):
+    for secret in question.headers.values():
         remember_secret(secret)
+    remember_url(question.url)
     _remember_parts("", question.url)
     ask = PROBES[question.url.partition(":")[0]]
     try:
@@ -6760,6 +6800,8 @@ def _answer_into(put: Callable[[Answer], object], question: Question, host: Host
 
 def _said_why(error: BaseException) -> str:
     """Return in words why a probe failed."""
+    import http.client
+
     match error:
         case Unwell():
             return str(error)
@@ -6769,6 +6811,8 @@ def _said_why(error: BaseException) -> str:
             return "takes no more connections, its backlog is full"
         case OSError(strerror=str(why)):
             return f"cannot be reached: {why}"
+        case ValueError() | http.client.InvalidURL():  # parsers quote what they were given
+            return f"cannot be asked as it is written ({type(error).__name__})"
     return f"does not answer as it should: {str(error) or type(error).__name__}"
 
 
@@ -6871,6 +6915,10 @@ def _ask_postgres(question: Question, peers: list[Peer]) -> str:
 
     if urlsplit(question.url).hostname and "," not in question.url:
         _connected(question, peers, 5432).close()
+    try:
+        psycopg.conninfo.conninfo_to_dict(question.url)
+    except psycopg.Error:
+        raise ValueError from None  # its words quote the address
     limit_s = max(2, int(question.timeout_s))
     with psycopg.connect(question.url, autocommit=True, connect_timeout=limit_s) as connection:
         end = socket.socket(fileno=os.dup(connection.fileno())).getpeername()
@@ -9188,7 +9236,9 @@ def _open_postgres(url: str) -> Any:
     except psycopg.Error as error:
         raise JobError(
             f"The database {mask_secrets(url)} does not let us in.",
-            why=mask_secrets(str(error).strip()),
+            why=mask_secrets(str(error).strip())
+            if isinstance(error, psycopg.OperationalError)
+            else "Its address cannot be read.",  # whose words quote the address
             unchanged="Nothing was changed.",
             todo="Check that it runs, and the name and password in the configuration.",
         ) from None
