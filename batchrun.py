@@ -15680,6 +15680,7 @@ def sandbox_of(timed: Timed) -> str:
 
 
 # -- tables and the like ---------------------------------------------------------------------------
+LABEL = "batch_job"  # whose it is; Prometheus keeps `job` for what it asked, and renames ours
 METRICS = {  # of a job: name -> what it means, and its value in the job's document
     "last_success_timestamp_seconds": ("When it succeeded last.", "last_success"),
     "last_success_duration_seconds": ("From begin to end of that run.", "last_success_elapsed_s"),
@@ -15702,7 +15703,7 @@ def render_metrics(
     ticked_at: str | None,
     untold: int,
 ) -> str:
-    """Return the metrics in the text format that Prometheus and its exporters read."""
+    """Return the metrics in Prometheus's text format 0.0.4 (not OpenMetrics); all are gauges."""
     age_s = seconds_between(lockfile.since, now) if lockfile and lockfile.since else None
     is_overdue = bool(lockfile and lockfile.overdue)
     single = {
@@ -15717,9 +15718,9 @@ def render_metrics(
     for name, (means, labels, value) in single.items():
         lines += render_metric(name, means, [(labels, value or 0)] * (value is not None))
     for name, (means, key) in METRICS.items():
-        lines += render_metric(name, means, [({"job": job["job"]}, job[key]) for job in jobs])
+        lines += render_metric(name, means, [({LABEL: job["job"]}, job[key]) for job in jobs])
     pairs = [(job, state) for job in jobs for state in RunState]
-    states = [({"job": j["job"], "state": s}, j["state"] == s) for j, s in pairs]
+    states = [({LABEL: j["job"], "state": s}, j["state"] == s) for j, s in pairs]
     return "\n".join([*lines, *render_metric("run_state", "1 for its state.", states), ""])
 
 
