@@ -6296,8 +6296,10 @@ class StateDirectory:
         lockfile = config.state / "maintenance.lock"
         self.maintenance = Maintenance(lockfile, host, config.max_maintenance_s)
 
-    def require_fit(self, *, create: bool, write: bool = True) -> None:
+    def require_fit(self, *, create: bool, write: bool = True, starts: bool = False) -> None:
         """Check that the folder can be trusted with a ledger, and make it if allowed.
+
+        Only what `starts` a run needs min_free: what ends, answers or mends must go on without it.
 
         Raises:
             NotFound: it is not there and was not to be made.
@@ -6318,7 +6320,7 @@ class StateDirectory:
         if write:
             self._require_owner(found)
         self._require_file_system(self.path)
-        if write and self._host.free_bytes(self.path) < self._config.min_free_bytes:
+        if starts and self._host.free_bytes(self.path) < self._config.min_free_bytes:
             raise StateDirectoryError(
                 f"Disk full: less than {self._config.min_free_bytes:,} bytes are free"
                 f" at {self.path}.",
@@ -7288,7 +7290,7 @@ def _consequence(need: Need, state: Wellness, health: HealthConfig) -> str:
 def _fitness(state: StateDirectory) -> Factor:
     """Judge the state directory and the ledger in it."""
     try:
-        state.require_fit(create=False)
+        state.require_fit(create=False, starts=True)
         state.open_ledger(create=False, write=False).close()
     except NotFound:
         return Factor("state", Wellness.OK, "is not there yet; a first run makes it")
@@ -13185,7 +13187,7 @@ class Supervisor:
             BatchrunError: nothing was admitted, or its end could not be recorded; says which.
         """
         self._stops.begin()
-        self._state.require_fit(create=not self._launch.only_resume)
+        self._state.require_fit(create=not self._launch.only_resume, starts=True)
         self._ledger = self._state.open_ledger(create=not self._launch.only_resume)
         try:
             if not self._launch.cancels:

@@ -588,6 +588,24 @@ def test_a_full_disk_is_no_corruption_and_goes_on_when_there_is_room(shop: Shop)
     assert (full.code, full.err.startswith("Disk full: ")) == (5, True)
 
 
+def test_below_min_free_only_a_start_is_refused(shop: Shop) -> None:
+    shop.back_to("paused")
+    shop.project.write('min_free = "900TB"\n' + CONFIG, sync=JOB)
+    for words in (["run", "sync"], ["resume", "sync"], ["run", "sync", "--fresh"]):
+        assert shop.batchrun(*words).err.startswith("Disk full: less than 900,000,000,000,000")
+    for words in (
+        ["maintenance", "on"],
+        ["drain"],
+        ["maintenance", "off"],
+        ["pause", "sync"],
+        ["prune"],
+        ["repair"],
+        ["cancel", "sync"],
+    ):
+        done = shop.batchrun(*words)
+        assert (done.code, "Disk full" in done.err) == (0, False), done
+
+
 # --- the log --------------------------------------------------------------------------------------
 
 
