@@ -11759,13 +11759,34 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
         if owned is not None:
             return owned
     if run.state in OWNED:
-        why = "Its processes are gone without a word: killed, or the machine was switched off."
+        words = last_error_of(ledger.path.parent / "logs" / run.job / f"{run.id}.log")
+        why = (
+            f"Its processes are gone; its log ends with: {words}" if words else GONE.format(run.id)
+        )
         run = run._replace(state=RunState.INTERRUPTED, reason="", error=why)
     elif run.checks_at:
         why = f"{run.error}\nNobody keeps it any more; the tick goes on with it."
         run = run._replace(error=why)
     reply = reply_to("tick", ledger, run)
     return Standing(run.state, *what_next(ledger, run), reply == Reply.GO_ON, reply == Reply.SKIP)
+
+
+GONE = (
+    "Its processes are gone without a word: killed, or the machine was switched off."
+    "\nWhat it did last: batchrun logs {}"
+)
+
+
+def last_error_of(log: Path) -> str:
+    """Return the error with which a log ends: a letter's first line, a traceback's last; or ""."""
+    with contextlib.suppress(OSError), os.fdopen(os.open(log, READ_PLAIN), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 65_536))
+        text = file.read().decode(errors="replace")
+        stamped = re.findall(r"^(\d{4}-\S{18}Z [A-Z]+) (.*)$", text, re.MULTILINE)
+        last = [words for stamp, words in stamped if stamp == stamped[-1][0]]
+        if last and stamped[-1][0].endswith("ERROR"):
+            return last[-1 if last[0].startswith("Traceback") else 0]
+    return ""
 
 
 def rolled_back_text(ledger: Ledger, run: Run) -> str:

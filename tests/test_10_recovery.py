@@ -588,6 +588,32 @@ def test_a_full_disk_is_no_corruption_and_goes_on_when_there_is_room(shop: Shop)
     assert (full.code, full.err.startswith("Disk full: ")) == (5, True)
 
 
+def test_a_run_whose_processes_are_gone_is_told_of_with_the_last_words_of_its_log(
+    shop: Shop,
+) -> None:
+    shop.killed_at("ledger.commit@2")
+    gone = "Its processes are gone"
+    silent = f"{gone} without a word: killed, or the machine was switched off.\n"
+    run = shop.batchrun("--json", "status").document["jobs"][0]["run"]
+    assert f"{silent}What it did last: batchrun logs {run}" in why(shop)
+    (log,) = shop.project.state.glob("logs/sync/*")
+    at = "2026-01-31T23:59:59.000Z"
+    with log.open("a") as file:
+        file.write(f"{at} ERROR Disk full: no room.\n{at} ERROR The last commit stands.\n")
+    assert f"{gone}; its log ends with: Disk full: no room." in why(shop)
+    with log.open("a") as file:
+        lines = ("Traceback (most recent call last):", "  File", "OSError: it is lost")
+        file.writelines(f"{at[:-2]}1Z ERROR {line}\n" for line in lines)
+    assert f"{gone}; its log ends with: OSError: it is lost" in why(shop)
+    with log.open("a") as file:
+        file.write(f"{at} INFO it goes on\n")
+    assert silent in why(shop)
+
+
+def why(shop: Shop) -> str:
+    return str(shop.batchrun("--json", "status", "sync").document["jobs"][0]["why"])
+
+
 def test_below_min_free_only_a_start_is_refused(shop: Shop) -> None:
     shop.back_to("paused")
     shop.project.write('min_free = "900TB"\n' + CONFIG, sync=JOB)
