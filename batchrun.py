@@ -11822,7 +11822,7 @@ def never_run(job: str) -> Standing:
 
 # What is asked of a run that goes on -> what to type next.
 NEXT_WHILE_ASKED: dict[str | None, str] = {
-    None: "batchrun pause {}",
+    None: "batchrun logs -f {}",
     Request.PAUSE: "batchrun pause --wait {}",
     Request.DRAIN: "batchrun drain",
     Request.CANCEL: "batchrun cancel --kill {}",
@@ -16907,7 +16907,7 @@ def stand(
         *(job, run, closed_standing(stands, closed=closed), success),
         ledger.refused_since_success(job),
         stuck=[stuck_cleanup(ledger, cleanup) for cleanup in stuck if cleanup.job == job],
-        rate=ledger.rate(run) if run and run.state in OWNED else 0.0,
+        rate=ledger.rate(run) if run and stands.state in OWNED else 0.0,
         stalls=stalled(ledger, known, run, app.host) if known else None,
         late=late(ledger, known, app.host, lockfile) if known else "",
         left_open=ledger.left_open(job),
@@ -16980,6 +16980,11 @@ def report_command(app: App, *, run: str | None, number: int | None, **how: Any)
         if how["since"]:
             since = moment_of("--since", how["since"], app.host.now())
             rows = ledger.summaries(since, found and found.job, COMPARED_MOST)
+            for row in rows:  # the view has the ledger's word, also of one whose owner died
+                if row["state"] in OWNED:
+                    row["state"] = standing(
+                        ledger, app.find_run(ledger, row["run"]), app.host
+                    ).state
             document = summarise_runs(rows, since, found and found.job)
             return show_report(app, document, sheet_of_runs(document), how)
         document = summary_of(app, ledger, cast("Run", found))
@@ -16993,7 +16998,7 @@ def summary_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
     of_rollbacks = undoes, ledger.rollbacks(run)
     stands = standing(ledger, run, app.host)
     summary = summarise(run, *rows, ledger.cleanups(run), *of_rollbacks) | ledger.course(run)
-    return summary | {"why": stands.why, "next": stands.todo}
+    return summary | {"state": stands.state, "why": stands.why, "next": stands.todo}
 
 
 def show_report(
@@ -17698,16 +17703,17 @@ def inventory_sync(ctx: Context[Settings]):
 def jobs_command(app: App) -> ExitCode:
     """Load the configured jobs and list them: what they do, their settings, their last run."""
     app.require_trusted()
-    last: dict[str, Run] = {}
+    last: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(BatchrunError), app.ledger(write=False) as ledger:
-        last = {run.job: run for run in ledger.latest_of_each_job()}
+        for run in ledger.latest_of_each_job():
+            state = standing(ledger, run, app.host).state
+            last[run.job] = {"run": run.id, "state": state, "since": run.changed_at}
     documents: list[dict[str, Any]] = []
     wrong: list[BatchrunError] = []
     os.chdir(app.config.folder)
     for name, job_config in app.config.jobs.items():
-        document: dict[str, Any] = {"job": name, "file": str(job_config.path), "last_run": None}
-        if run := last.get(name):
-            document["last_run"] = {"run": run.id, "state": run.state, "since": run.changed_at}
+        document: dict[str, Any] = {"job": name, "file": str(job_config.path)}
+        document["last_run"] = last.get(name)
         try:
             document |= summarise_configured(job_config, app.config.folder)
         except BatchrunError as error:

@@ -610,6 +610,18 @@ def test_a_run_whose_processes_are_gone_is_told_of_with_the_last_words_of_its_lo
     assert silent in why(shop)
 
 
+def test_a_run_whose_processes_are_gone_is_interrupted_in_every_text(shop: Shop) -> None:
+    shop.killed_at("ledger.commit@2")
+    (job,) = shop.batchrun("--json", "status", "sync").document["jobs"]
+    assert (job["state"], job["records_per_s"], job["left_s"]) == ("interrupted", 0, None)
+    (listed,) = shop.batchrun("--json", "jobs").document["jobs"]
+    assert listed["last_run"]["state"] == "interrupted"
+    assert shop.batchrun("--json", "report", "sync").document["state"] == "interrupted"
+    (row,) = shop.batchrun("--json", "report", "--since", "1h").document["runs"]
+    assert row["state"] == "interrupted"
+    assert "running" not in shop.batchrun("report", "sync").out.splitlines()[0]
+
+
 def why(shop: Shop) -> str:
     return str(shop.batchrun("--json", "status", "sync").document["jobs"][0]["why"])
 

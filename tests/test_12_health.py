@@ -246,7 +246,7 @@ def test_everybody_who_asks_is_told_who_keeps_a_paused_run(project: Project, fee
     status = project.run("status", "sync").out
     assert "sync: paused (health) since " in status
     assert re.search(rf"  why           {why}\n  why           {who}\n", status), status
-    assert f"to type: batchrun pause {rows(project, 'SELECT id FROM run')[0][0]}\n" in status
+    assert f"to type: batchrun logs -f {rows(project, 'SELECT id FROM run')[0][0]}\n" in status
     busy = project.run("run", "sync")
     assert busy.code == 11
     assert re.search(rf"sync is busy: pid {process.pid} .* runs it, .*\n{why}\n{who}\n", busy.err)

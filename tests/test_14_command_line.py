@@ -387,7 +387,7 @@ def test_a_dead_owner_is_seen_as_interrupted_and_needs_no_hand_work(shop: Projec
     supervisor = shop.start("run", "count")
     wait_for((shop.folder / "holding").exists, "the first batch")
     status = shop.run("--json", "status").document["jobs"][0]
-    assert (status["state"], status["next"]) == ("running", f"batchrun pause {status['run']}")
+    assert (status["state"], status["next"]) == ("running", f"batchrun logs -f {status['run']}")
     shop.kill_all()
     supervisor.wait()
     status = shop.run("--json", "status").document["jobs"][0]
