@@ -2123,13 +2123,29 @@ class Config(NamedTuple):
             todo=f'To add it, write there:\n{_heading(name)}\nuses = "FUNCTION"',
         )
 
-    def unit(self, job: str = "") -> str:
+    def unit(self, job: str, installed: Path) -> str:
         """Return the name, without its ending, of a job's systemd units; without a job the tick's.
 
-        The folder is part of it: several configurations may have units on one machine.
+        The folder is part of it: several configurations may have units on one machine. Where one of
+        another folder of that name has `installed` its units, a digest of our path is part of it.
         """
-        words = ["batchrun", self.folder.name, job] if job else ["batchrun-tick", self.folder.name]
-        return re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(words))
+        name = unit_name(self.folder.name, job)
+        with contextlib.suppress(OSError):
+            mark = (installed / f"{name}.service").read_text().partition("\n")[0]
+            by = mark.partition(" of ")[2]
+            if mark.startswith(UNIT_MARK) and by != str(self.path) and Path(by).exists():
+                digest = sha256(bytes(self.path)).hexdigest()[:8]
+                return unit_name(f"{self.folder.name}-{digest}", job)
+        return name
+
+
+UNIT_MARK = "# Written by "  # what wrote the unit follows, and " of " its configuration
+
+
+def unit_name(place: str, job: str) -> str:
+    """Return what the units of a job, or of the tick, are called that belong to a place."""
+    words = ["batchrun", place, job] if job else ["batchrun-tick", place]
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(words))
 
 
 def places_written(config: Config, jobs: Iterable[JobConfig]) -> list[Path]:
@@ -11600,7 +11616,8 @@ def look_at_job(config: Config, job: JobConfig, host: Host) -> Iterator[Look]:
         said, todo = " ".join([error.what, *error.why.splitlines()[-1:]]), "batchrun jobs"
     yield f"job {job.name}", said, "otherwise its runs end before their first batch", todo
     wanted = "--property=LoadState,Type,TimeoutStopUSec"
-    told = host.answer_of("systemctl", "show", f"{config.unit(job.name)}.service", wanted)
+    unit = f"{config.unit(job.name, host.unit_folder)}.service"
+    told = host.answer_of("systemctl", "show", unit, wanted)
     if "LoadState=loaded\n" in told:
         spans = re.findall(r"([0-9.]+)(h|min|s|ms|us)\b", told.partition("TimeoutStopUSec=")[2])
         limit_s = sum(float(number) * SPANS_S[name] for number, name in spans) or float("inf")
@@ -15607,6 +15624,30 @@ EVERY = {
     "weekly": ("Mon *-*-* 03:{0:02}:00", "{0} 3 * * 1"),
     "monthly": ("*-*-01 03:{0:02}:00", "{0} 3 1 * *"),
 }
+# The five fields of a crontab: the least and the most of each, and names that count from the least.
+CRON = (
+    (0, 59, ""),
+    (0, 23, ""),
+    (1, 31, ""),
+    (1, 12, "jan feb mar apr may jun jul aug sep oct nov dec"),
+    (0, 7, "sun mon tue wed thu fri sat"),
+)
+
+
+def is_cron(text: str) -> bool:
+    """Tell whether text is the five fields of a crontab, each within its bounds."""
+    fields = text.lower().split()
+    return len(fields) == len(CRON) and all(map(_fits_cron, fields, *zip(*CRON, strict=True)))
+
+
+def _fits_cron(field: str, low: int, high: int, names: str) -> bool:
+    for word, number in zip(names.split(), range(low, high + 1), strict=False):
+        field = field.replace(word, str(number))
+    parts = [re.fullmatch(r"(?:\*|(\d+)(?:-(\d+))?)(?:/0*[1-9]\d*)?", p) for p in field.split(",")]
+    ends = [[int(end) for end in part.groups() if end] for part in parts if part]
+    return all(parts) and all(low <= a <= b <= high for e in ends if e for a, b in [(e[0], e[-1])])
+
+
 # What no job can miss: each =yes. MemoryDenyWriteExecute and ProcSubset are not here: ctypes makes
 # code at run time, and health reads /proc. A user's own systemd cannot make what is root's.
 SANDBOX = "NoNewPrivileges LockPersonality RestrictRealtime RestrictSUIDSGID"
@@ -17830,7 +17871,7 @@ def unit_command(
         line = render_cron(timed)
         app.console.result(line, {"line": line})
         return ExitCode.DONE
-    marker = f"# Written by `unit {job or '--tick'}` of {app.config.path}"
+    marker = f"{UNIT_MARK}`unit {job or '--tick'}` of {app.config.path}"
     files = render_units(timed, marker).items()
     paths = {app.host.unit_folder / name: text for name, text in files}
     if install:
@@ -17852,8 +17893,8 @@ def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) 
         "Name a job or --tick, not both.": bool(job) == asked["tick"],
         "--tick comes every five minutes; it takes no --every.": asked["tick"] and every,
         "--every and --on-failure take one line of text.": not f"{every}{on_failure}".isprintable(),
-        "--every is not the five fields of cron.": (
-            asked["cron"] and len(EVERY.get(every or "daily", ("", every))[1].split()) != 5
+        f"--every {every!r} is not when something can be started.": (
+            every and not is_when(app.host, every, cron=asked["cron"])
         ),
         "--cron only prints a line.": asked["cron"] and (asked["install"] or on_failure),
         "--force is for --install.": asked["force"] and not asked["install"],
@@ -17863,12 +17904,15 @@ def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) 
     }
     for what in (what for what, is_wrong in wrong.items() if is_wrong):
         todo = "See: batchrun unit --help"
+        if "is not when" in what:
+            fields = '"30 4 * * 1-5"' if asked["cron"] else '"Mon..Fri 4:15"'
+            todo = f"Write {', '.join(EVERY)}, or for example {fields}."
         raise ConfigurationError(what, unchanged="Nothing was written.", todo=todo)
     jobs = [config.job(job)] if job else list(config.jobs.values())
     path = config.state if config.state.exists() else config.path
     slow = [row.answer for each in jobs for row in slow_batches(app.state, each)]
     return Timed(
-        config.unit(job or ""),
+        config.unit(job or "", app.host.unit_folder),
         [*words, *(["run", job] if job else ["resume", "--all"])],
         "" if own else app.host.user_name(path.stat().st_uid),
         places_written(config, jobs),
@@ -17877,6 +17921,17 @@ def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) 
         every or ("daily" if job else ""),
         on_failure,
     )
+
+
+def is_when(host: Host, every: str, *, cron: bool) -> bool:
+    """Tell whether a timer can be made of --every; systemd is asked, where there is one."""
+    import shutil
+
+    if every in EVERY or cron:
+        return every in EVERY or is_cron(every)
+    if shutil.which("systemd-analyze"):
+        return bool(host.answer_of("systemd-analyze", "calendar", "--", every))
+    return bool(re.fullmatch(r"(?=.*[0-9*])[A-Za-z0-9*.,:/~ -]+", every))
 
 
 def install_units(paths: Mapping[Path, str], *, force: bool) -> None:
