@@ -297,6 +297,12 @@ class TooManyRejects(BatchrunError):
     """More records were rejected than `max_rejects` allows."""
 
 
+class Incomplete(BatchrunError):
+    """What was asked for is shown but for a part that cannot be read."""
+
+    exit_code = ExitCode.FINDINGS
+
+
 class ConfigurationError(BatchrunError):
     """The configuration or the command line is wrong; nothing was begun."""
 
@@ -11750,6 +11756,8 @@ def what_next(ledger: Ledger, run: Run) -> tuple[str, str]:
 
 def approve_line(run: Run, name: str) -> str:
     """Return what to type to approve what a run asks."""
+    if name.startswith("-"):  # which would be an option
+        return f'batchrun approve {run.id} --why "..." -- {_typed(name)}'
     return f'{_typed("batchrun", "approve", run.id, name)} --why "..."'
 
 
@@ -15502,7 +15510,16 @@ class LogLine(NamedTuple):
 
 
 # `OUT` and `ERR` is what was printed; a level that is not named here counts as INFO.
-LEVELS = {"DEBUG": 10, "OUT": 20, "INFO": 20, "ERR": 30, "WARNING": 30, "ERROR": 40, "CRITICAL": 50}
+LEVELS = {
+    "DEBUG": 10,
+    "OUT": 20,
+    "INFO": 20,
+    "ERR": 30,
+    "WARN": 30,
+    "WARNING": 30,
+    "ERROR": 40,
+    "CRITICAL": 50,
+}
 LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) ([A-Z]+) (.*)", re.DOTALL)
 WARNED_OF = ("failed", "interrupted", "awaiting", "refused", LEAK)
 
@@ -15519,6 +15536,7 @@ class LogFile:
 
     def __init__(self, path: Path, begins: str) -> None:
         self._path, self._file, self._rest = path, cast("IO[bytes] | None", None), b""
+        self.refused = ""  # why it cannot be read although it is there
         self._last = LogLine(begins, "INFO", "")
 
     def new_lines(self, *, to_end: bool) -> Iterator[LogLine]:
@@ -15527,9 +15545,12 @@ class LogFile:
             yield from self._lines(to_end=to_end or not self._is_there(self._file))
         if self._file is None or not self._is_there(self._file):
             self.close()
-            with contextlib.suppress(OSError):
+            try:
                 self._file = os.fdopen(os.open(self._path, READ_PLAIN), "rb")
                 yield from self._lines(to_end=to_end)
+            except OSError as error:
+                is_there = not isinstance(error, FileNotFoundError)
+                self.refused = is_there * f"The log {self._path} cannot be read: {error.strerror}."
 
     def close(self) -> None:
         """Close the file; the next look opens it anew, from its beginning."""
@@ -15554,7 +15575,8 @@ class LogFile:
     def _taken(self) -> LogLine:
         text, self._rest = self._rest.decode(errors="replace").rstrip("\n"), b""
         stamped = LOG_LINE.fullmatch(text)
-        self._last = LogLine(*stamped.groups()) if stamped else self._last._replace(text=text)
+        raw = LogLine(self._last.at, "INFO", text)
+        self._last = LogLine(*stamped.groups()) if stamped else raw
         return self._last
 
 
@@ -17067,7 +17089,7 @@ FOLLOW_EVERY_S = 0.25
     word("-f", "--follow", is_flag=True, help="Go on until the run stops, or Ctrl-C."),
     word("--level", default="DEBUG", metavar="LEVEL", help="No lower ones: INFO, WARNING, ERROR."),
     word("--since", metavar="2h|TIME", help="Nothing older."),
-    exits=[ExitCode.NOT_FOUND],
+    exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
 def logs_command(app: App, *, run: str, follow: bool, level: str, since: str | None) -> ExitCode:
     """Show what a run's job logged and printed, and what batchrun did, in order."""
@@ -17097,6 +17119,8 @@ def log_lines(app: App, name: str, *, follow: bool) -> Iterator[LogLine]:
         yield from heapq.merge(map(event_line, events), lines, key=attrgetter("at"))
         if goes_on:
             app.host.sleep(FOLLOW_EVERY_S)
+    if log and log.refused:
+        raise Incomplete(log.refused)
 
 
 def report_drain(app: App, number: int | None) -> ExitCode:
@@ -17525,7 +17549,7 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
     word("action", metavar="list|show|retry|drop"),
     word("run", required=False),
     word("ids", nargs=-1, type=int),
-    word("--why", help="Why they may go, for the record (drop)."),
+    word("--why", metavar="TEXT", help="Why they may go, for the record (drop)."),
     *RUNNING[2:],
     exits=RUN_EXITS,
 )
@@ -17992,7 +18016,7 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     """Return one click command whose return value is its exit code."""
     names_of = functools.partial(complete, app)
     made = [
-        click.Option(list(names), **more)
+        click.Option(list(names), shell_complete=names_of, callback=said_something, **more)
         if names[0].startswith("-")
         else click.Argument(list(names), shell_complete=names_of, **more)
         for names, more in parts.parameters
@@ -18012,10 +18036,24 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     )
 
 
+OF_WORDS: dict[str, Iterable[str]] = {"action": REJECT_ACTIONS, "level": LEVELS, "every": EVERY}
+
+
+def said_something(context: Any, option: Any, value: Any) -> Any:
+    """Refuse an option that was given without content: nothing at all, or the dots of a letter."""
+    given = context.get_parameter_source(option.name).name == "COMMANDLINE"
+    if given and (value == "..." or (value == "" and option.default != "")):
+        what = f"{option.opts[-1]} says nothing: {value!r}."
+        raise ConfigurationError(what, todo=f"Write: {option.opts[-1]} {option.metavar}")
+    return value
+
+
 def complete(app: App, context: Any, parameter: Any, begun: str) -> list[Any]:
-    """Return what a shell may complete a word to: names of jobs, ids of runs, or files."""
+    """Return what a shell may complete a word to: known words, jobs, ids of runs, or files."""
     from click.shell_completion import CompletionItem
 
+    if words := OF_WORDS.get(parameter.name):
+        return [each for each in words if each.startswith(begun)]
     if parameter.name not in ("job", "run", "name"):
         return [CompletionItem(begun, "file")] * (parameter.name in ("file", "folder"))
     names = list[str]()

@@ -346,6 +346,29 @@ def test_what_a_command_would_not_heed_is_refused(shop: Project, words: str, sai
     assert shop.run(*words.split()) == Ended(2, "", f"{said}\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("report", "sync", "--html", ""), "--html says nothing: ''.\nWrite: --html FILE\n"),
+        (("metrics", "--write", ""), "--write says nothing: ''.\nWrite: --write FOLDER\n"),
+        (("logs", "sync", "--since", ""), "--since says nothing: ''.\nWrite: --since 2h|TIME\n"),
+        (("prune", "--keep", ""), "--keep says nothing: ''.\nWrite: --keep 90d\n"),
+        (
+            ("rejects", "drop", "sync", "--why", "..."),
+            "--why says nothing: '...'.\nWrite: --why TEXT\n",
+        ),
+        (
+            ("reconcile", "--absent", "k", "--why", "..."),
+            "--why says nothing: '...'.\nWrite: --why TEXT\n",
+        ),
+    ],
+)
+def test_an_option_that_says_nothing_is_refused(
+    shop: Project, words: tuple[str, ...], said: str
+) -> None:
+    assert shop.run(*words) == Ended(2, "", said)
+
+
 @pytest.mark.parametrize("words", [("run", "count"), ("resume",)])
 def test_a_number_of_batches_below_one_is_refused(shop: Project, words: tuple[str, ...]) -> None:
     shop.run("run", "count", "--batches", "1")

@@ -43,6 +43,9 @@ def test_names_of_commands_jobs_and_runs_are_completed(project: Project) -> None
         f"plain,{run}",
     ]
     assert completed(project, "backup", "co", BATCHRUN_CONFIG=config) == ["file,co"]
+    assert completed(project, "rejects", "re") == ["plain,retry"]
+    assert completed(project, "logs", "sync", "--level", "WAR") == ["plain,WARN", "plain,WARNING"]
+    assert completed(project, "unit", "--every", "m") == ["plain,monthly"]
     for shell in ("zsh", "fish"):
         assert "sync" in "".join(
             completed(project, "run", "s", shell=shell, BATCHRUN_CONFIG=config)
