@@ -1539,6 +1539,22 @@ def place_of_report(name: str) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def writing_of(path: Path) -> Iterator[None]:
+    """Turn what the file system refuses into a letter that names the file that was asked for.
+
+    Raises:
+        ConfigurationError: it cannot be written there.
+        BatchrunError: the disk is full, or broken.
+    """
+    try:
+        yield
+    except OSError as error:
+        broken = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        what = f"{path} cannot be written: {error.strerror}."
+        raise (BatchrunError if broken else ConfigurationError)(what) from error
+
+
 def begins_as_report(path: Path) -> bool:
     """Tell whether a file is empty or begins as a report does."""
     with path.open("rb") as file:
@@ -2160,6 +2176,7 @@ def places_written(config: Config, jobs: Iterable[JobConfig]) -> list[Path]:
     values = [value for job in jobs for value in job.settings.values() if isinstance(value, str)]
     paths = [config.folder / url_path(url) for url in values if url.startswith("sqlite:")]
     found = [config.folder, state, *(path.parent for path in paths)]
+    found += [config.metrics_folder] if config.metrics_folder else []
     return [
         a for a in dict.fromkeys(found) if not any(a != b and a.is_relative_to(b) for b in found)
     ]
@@ -7252,9 +7269,9 @@ def examine(state: StateDirectory, config: Config, job: str | None, host: Host) 
     health, needs, rows = config.health, config.health.needs_of(job), list[Examined]()
     clock = host.monotonic
 
-    def add(name: str, what: str, means: str, began: float, factor: Factor) -> None:
+    def add(name: str, what: str, means: str, began: float, factor: Factor, todo: str = "") -> None:
         elapsed_s = round(clock() - began, 6)  # the arguments are made in their order
-        rows.append(Examined(name, what, factor.state, factor.why, means, elapsed_s))
+        rows.append(Examined(name, what, factor.state, factor.why, means, elapsed_s, todo))
 
     least = f"below {size_text(health.min_available_bytes)} (min_available)"
     means = f"{least} memory is bad, below a quarter of it critical"
@@ -7262,7 +7279,7 @@ def examine(state: StateDirectory, config: Config, job: str | None, host: Host) 
     means = "how much somebody waits for memory; it is recorded and not judged"
     add("pressure", "memory pressure", means, clock(), _pressure(host.memory_pressure()))
     means = "without it no run starts, and one that runs is paused at once"
-    add("state", f"state {state.path}", means, clock(), _fitness(state))
+    add("state", f"state {state.path}", means, clock(), *_fitness(state))
     answers, usage = Inquiry(needs, config.folder, host).wait(), None
     ends = {need.name: answers[need.name].peers for need in needs if need.normal}
     if job and (worker := _living_worker(state, job, host)):
@@ -7309,16 +7326,17 @@ def _consequence(need: Need, state: Wellness, health: HealthConfig) -> str:
     return f"while it is bad, {need.factor} is bad: {follows}"
 
 
-def _fitness(state: StateDirectory) -> Factor:
-    """Judge the state directory and the ledger in it."""
+def _fitness(state: StateDirectory) -> tuple[Factor, str]:
+    """Judge the state directory and the ledger in it; return what to type, too."""
     try:
         state.require_fit(create=False, starts=True)
         state.open_ledger(create=False, write=False).close()
     except NotFound:
-        return Factor("state", Wellness.OK, "is not there yet; a first run makes it")
+        return Factor("state", Wellness.OK, "is not there yet; a first run makes it"), ""
     except BatchrunError as error:
-        return Factor("state", Wellness.BAD, error.what, critical=True)
-    return Factor("state", Wellness.OK, state.warning() or "can be used")
+        todo = error.todo.removeprefix("Type: ")
+        return Factor("state", Wellness.BAD, error.what, critical=True), todo
+    return Factor("state", Wellness.OK, state.warning() or "can be used"), ""
 
 
 def _living_worker(state: StateDirectory, job: str, host: Host) -> int | None:
@@ -10830,6 +10848,12 @@ def reconcile_line(run: Run) -> str:
     return f"batchrun reconcile {run.id}"
 
 
+def answer_lines(run: str, key: str) -> list[str]:
+    """Return what a person types to say that an operation was done, and that it was not."""
+    said = (_typed("batchrun", "reconcile", run, way, key) for way in ("--confirm", "--absent"))
+    return [f'{line} --why "..." --apply' for line in said]
+
+
 def unknown_text(unknown: Sequence[Operation]) -> str:
     """Return which operations nobody knows the outcome of."""
     first, more = unknown[0], f" It is one of {len(unknown):,}." * (len(unknown) > 1)
@@ -10840,12 +10864,7 @@ def unknown_text(unknown: Sequence[Operation]) -> str:
 
 def unknown_end(run: Run, unknown: Sequence[Operation]) -> AttemptEnd:
     """Return the end of an attempt that cannot find out what became of operations."""
-    key = unknown[0].key
-    lines = (
-        reconcile_line(run),
-        _typed("batchrun", "reconcile", run.id, "--confirm", key) + ' --why "..." --apply',
-        _typed("batchrun", "reconcile", run.id, "--absent", key) + ' --why "..." --apply',
-    )
+    lines = (reconcile_line(run), *answer_lines(run.id, unknown[0].key))
     how = (Ending.AWAITS, ExitCode.PERSON_NEEDED, Reason.OPERATION, unknown_text(unknown))
     unchanged = "It is not called again before that is known; all others are recorded."
     todo = "\n  ".join(("Look at the destination, then type:", *lines))
@@ -11548,6 +11567,7 @@ def doctor(state: StateDirectory, config: Config, job: str | None, host: Host) -
     rows, clock = examine(state, config, job, host), host.monotonic
     looks = [look_at_machine(state, host), look_at_files(state, host)]
     looks.append(look_at_telling(state, config, job, host))
+    looks += [look_at_metrics(config.metrics_folder)] if config.metrics_folder else []
     looks += [
         look_at_job(config, each, host) for n, each in config.jobs.items() if job in (None, n)
     ]
@@ -11569,7 +11589,8 @@ def look_at_machine(state: StateDirectory, host: Host) -> Iterator[Look]:
     yield "SQLite", version, "some versions can damage a ledger", todo
     files, size = host.limits()
     said = f"{files:g} open files, {f'of {size_text(size)}' if size < 1e18 else 'of any size'}"
-    todo = "ulimit -a" * (files < FEWEST_FILES or size < 1e18)
+    todo = "ulimit -f unlimited" * (size < 1e18) or f"ulimit -n {4 * FEWEST_FILES}"
+    todo *= files < FEWEST_FILES or size < 1e18
     yield "limits", said, "beyond them nothing is opened or written", todo
     newest, now = list[Event](), host.now()
     with contextlib.suppress(BatchrunError), state.reading() as ledger:
@@ -11609,6 +11630,15 @@ def look_at_files(state: StateDirectory, host: Host) -> Iterator[Look]:
         lock.path.unlink()
     todo = f"df -T {_typed(state.path)}" * (answers != "held while it is held, free when it is not")
     yield "lock", answers, "without it two runs of a job could write", todo
+
+
+def look_at_metrics(folder: Path) -> Iterator[Look]:
+    """Look whether the metrics can be written."""
+    todo = "" if folder.is_dir() else f"mkdir -p {_typed(folder)}"
+    if not todo and not os.access(folder, os.W_OK | os.X_OK):
+        todo = f"ls -ld {_typed(folder)}"
+    said = f"{folder} {'cannot' if todo else 'can'} be written to"
+    yield "metrics_folder", said, "otherwise Prometheus sees nothing of any job", todo
 
 
 def look_at_job(config: Config, job: JobConfig, host: Host) -> Iterator[Look]:
@@ -16527,6 +16557,14 @@ class Console:
             self._draw("")
             self._tell(self.typed(text), WARNING if text.startswith("warning: ") else NEWS)
 
+    def warn(self, text: str) -> None:
+        """Show one line whoever reads; it is no letter, and nothing has ended by it."""
+        if self.as_json:
+            self.say(text)
+        else:
+            self._draw("")
+            self._tell(visible(mask_secrets(text)), WARNING)
+
     def progress(self, run: Run) -> None:
         """Draw the live line anew, or write a line now and then: each tenth, and each minute."""
         now = self._host.monotonic() - run.paused_s
@@ -16661,9 +16699,17 @@ class App:
                 if waits:  # else somebody waits for our end; the next one tells
                     alerts.deliver()
                 if self.config.metrics_folder:
-                    write_metrics(self.config.metrics_folder, self.metrics(ledger))
+                    self._keep_metrics(self.config.metrics_folder, ledger, aloud=not ticks)
         except Exception as error:  # noqa: BLE001 - whatever it is, the run has ended as it has
             self.console.say(f"warning: not everybody was told: {error}")
+
+    def _keep_metrics(self, folder: Path, ledger: Ledger, *, aloud: bool) -> None:
+        """Write the metrics; say that they cannot be written, `aloud` or where all is said."""
+        try:
+            write_metrics(folder, self.metrics(ledger))
+        except BatchrunError as error:
+            said = f"warning: metrics_folder: {error.what} No run is changed by that."
+            (self.console.warn if aloud else self.console.say)(said)
 
     def metrics(self, ledger: Ledger) -> str:
         """Return how all jobs stand, as Prometheus reads it."""
@@ -17072,7 +17118,8 @@ def show_report(
         path = place_of_report(how["html"])
         parts = [part._replace(todo=app.console.typed(part.todo)) for part in sheet.parts]
         content = render_html(sheet._replace(parts=parts), app.host.now()).encode()
-        write_atomically(path, content, mode=0o666)
+        with writing_of(path):
+            write_atomically(path, content, mode=0o666)
         text, document = f"written: {path}", {"html": str(path), "bytes": len(content)}
     else:
         text = render_markdown(sheet) if how["markdown"] else render_sheet(sheet)
@@ -17484,8 +17531,10 @@ def show_answered(app: App, ledger: Ledger, rows: list[Answered], *, applies: bo
     if any(each["outcome"] and not applies for each in documents):
         text += "\nnothing is recorded yet: type it again with --apply"
     elif left:
-        asks = "--lookup, or " * any(each["can_look_up"] for each in documents)
-        text += f"\nto type: batchrun reconcile {asks}--confirm KEY or --absent KEY, and --why"
+        first = next(each for each in documents if not each["applied"])
+        asks = ["batchrun reconcile --lookup --apply"] * any(d["can_look_up"] for d in documents)
+        lines = [*asks, *answer_lines(first["run"], first["key"])]
+        text += "\nto type: " + "\n     or: ".join(lines)
     else:
         runs = {row.run.key: row.run for row in rows}.values()
         text += "".join([f"\n{answered_text(ledger, run, app.host)}" for run in runs])
@@ -17793,8 +17842,10 @@ def jobs_command(app: App) -> ExitCode:
 
 def write_metrics(folder: Path, text: str) -> None:
     """Replace the file that node_exporter reads, whatever the umask."""
-    write_atomically(folder / "batchrun.prom", text.encode(), mode=0o644)
-    (folder / "batchrun.prom").chmod(0o644)
+    path = folder / "batchrun.prom"
+    with writing_of(path):
+        write_atomically(path, text.encode(), mode=0o644)
+        path.chmod(0o644)
 
 
 @command(

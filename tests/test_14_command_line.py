@@ -910,9 +910,10 @@ def test_doctor_ends_with_0_if_all_is_well(project: Project) -> None:
     ("name", "spoil", "answer", "todo"),
     [
         ("files", "chmod 666 state/ledger.db", "S/ledger.db", "chown -R OWNER S; chmod -R go= S"),
+        ("state", "chmod 777 state", "others may write to it.", "chmod go-w S"),
         ("lock", "touch state/locks", "Not a directory", "df -T S"),
-        ("limits", "ulimit -n 64", "64 open files, of any size", "ulimit -a"),
-        ("limits", "ulimit -f 4096", "open files, of 2.1 MB", "ulimit -a"),
+        ("limits", "ulimit -n 64", "64 open files, of any size", "ulimit -n 1024"),
+        ("limits", "ulimit -f 4096", "open files, of 2.1 MB", "ulimit -f unlimited"),
         ("job broken", "", "No module named 'nowhere'", "batchrun jobs"),
     ],
 )
