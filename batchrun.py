@@ -1414,6 +1414,19 @@ def own_command() -> list[str]:
     return [sys.executable, str(Path(__file__).resolve())]
 
 
+def typed_elsewhere(text: str, config: Path, commands: str = "[a-z]+") -> str:
+    """Return text whose lines to type can be typed from any folder of this machine.
+
+    They name the configuration, and where this program is unless a shell finds it.
+    """
+    import shlex
+    import shutil
+
+    first = ["batchrun"] if shutil.which("batchrun") else own_command()
+    here = shlex.join([*first, "--config", str(config)])
+    return re.sub(rf"\bbatchrun (?=(?:{commands})\b)", lambda _: f"{here} ", text)
+
+
 def sha256(content: bytes) -> hashlib._Hash:
     """Return the SHA-256 of bytes so far, as hashlib does."""
     import hashlib  # 4 ms; status and refused starts hash nothing
@@ -13106,6 +13119,7 @@ def event_text(alert: Alert, config: Config) -> str:
     """Return an alert as the JSON object that commands and webhooks are given."""
     names = ("kind", "job", "run", "at", "why", "todo")
     event: dict[str, Any] = {name: mask_secrets(getattr(alert, name) or "") for name in names}
+    event["todo"] = typed_elsewhere(event["todo"], config.path)
     event["text"] = event["why"] + f"\nto type: {event['todo']}" * bool(event["todo"])
     more = {"alert": alert.id, "host": os.uname().nodename, "config": str(config.path)}
     return json.dumps({**event, **more})
@@ -16593,11 +16607,17 @@ class Console:
     def letter(self, text: str, code: int) -> None:
         """Write an error; with --json the last line of stderr is an object."""
         self._draw("")
-        text = mask_secrets(self.typed(text))
-        self._host.show_end(text)
+        self.show_end(text)
+        text = visible(mask_secrets(self.typed(text)))
         if self.as_json:
             text = json.dumps({"type": "error", "exit_code": int(code), "text": text})
         self._tell(text, NEWS if code in FINE else ERROR)
+
+    def show_end(self, text: str) -> None:
+        """Tell who started us how it ended: it is read elsewhere."""
+        config = Path(self.config or "batchrun.toml").absolute()
+        text = typed_elsewhere(text, config, "|".join(parts.name for parts in COMMANDS))
+        self._host.show_end(visible(mask_secrets(text)))
 
     def _tell(self, text: str, priority: int) -> None:
         """Write lines to standard error; the journal is told how much each matters."""
@@ -16736,7 +16756,7 @@ class App:
                 f"{run['job']}: run {run['id']} {state_text(run)} after {took}: {counts_text(run)}"
             )
             todo = f"\nto go on: batchrun resume {run['id']}" * (not outcome.run.finished)
-            self.host.show_end(mask_secrets(text))
+            self.console.show_end(text)
             if not self.console.as_json:
                 self.console.say(text + todo)
         if self.console.as_json:
