@@ -5514,8 +5514,10 @@ class Ledger:
 
     # -- a copy ---------------------------------------------------------------------------
 
-    def back_up(self, target: Path) -> dict[str, int]:
+    def back_up(self, target: Path, named: Path | None = None) -> dict[str, int]:
         """Copy the ledger as it is now, while others go on writing, to a new private file.
+
+        `named` is what a letter calls it, if it is to be renamed.
 
         Returns:
             The newest ids that the copy has to hold, by table.
@@ -5527,7 +5529,10 @@ class Ledger:
                 reach("backup.begun")
                 _back_up(self._connection, target)
             except (apsw.FullError, apsw.IOError, apsw.CantOpenError) as error:
-                what = f"The copy {target} cannot be written: {error}."
+                full = isinstance(error, apsw.FullError) or is_full(target.parent, self._host)
+                lost = "the system refused to write"  # SQLite has no words of its own for it
+                why = "the disk is full" if full else str(error).replace("not an error", lost)
+                what = f"The copy {named or target} cannot be written: {why}."
                 todo = f"Make room, or choose another place: df {_typed(target.parent)}"
                 raise StateDirectoryError(what, unchanged="No copy was made.", todo=todo) from error
             finally:
@@ -11122,6 +11127,23 @@ def check(
     return findings
 
 
+def gaps_of(ledger: Ledger, run: Run) -> list[tuple[str, Event | None]]:
+    """Return which commits of a run have no row, and the event by which a repair accepted that."""
+    repairs = {event.why.partition("; ")[2]: event for event in ledger.events(run, what="repaired")}
+    gaps = [f"commits {first} to {last} have no rows" for first, last in ledger.gaps(run)]
+    return [(gap, repairs.get(gap)) for gap in gaps]
+
+
+def known_losses(ledger: Ledger) -> list[str]:
+    """Return a line for each loss that a repair has accepted: nothing is to be done about it."""
+    return [
+        f"note: run {run.id} of {run.job}: {gap}, since a repair at {known.at}"
+        for run in ledger.latest_of_each_job()
+        for gap, known in gaps_of(ledger, run)
+        if known
+    ]
+
+
 def stuck_cleanup(ledger: Ledger, cleanup: Cleanup) -> Finding:
     """Return the finding about a cleanup that failed, or that nothing goes on to call."""
     run = ledger.run_with_id(cleanup.run)
@@ -11140,12 +11162,9 @@ def check_run(ledger: Ledger, store: CheckpointStore, run: Run) -> list[Finding]
     """Return what is wrong with one run: its chain of commits, its checkpoint, its marks."""
     name = f"run {run.id} of {run.job}"
     findings = [
-        Finding(
-            f"{name}: commits {first} to {last} have no row",
-            "they were lost",
-            f"batchrun report {run.id}",
-        )
-        for first, last in ledger.gaps(run)
+        Finding(f"{name}: {gap}", "they were lost", f"batchrun report {run.id}")
+        for gap, known in gaps_of(ledger, run)
+        if not known
     ]
     newest = ledger.commit_row(run, run.number)
     if newest is not None and newest.hash != run.hash:
@@ -11462,7 +11481,7 @@ def back_up(state: StateDirectory, ledger: Ledger, path: Path, *, force: bool) -
     with open_folder(path.parent) as folder:
         copy = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
         try:
-            newest = ledger.back_up(copy)
+            newest = ledger.back_up(copy, path)
             if fault := fault_of_copy(copy, ledger.uuid, newest):
                 what = f"The copy of {ledger.path} is not what it should be: {fault}."
                 unchanged = f"It was removed; {path} is as it was."
@@ -13418,7 +13437,8 @@ class Supervisor:
         run = self._ledger.unfinished(self._launch.job)
         unchanged = "Nothing was started; the refusal is recorded."
         if stuck := stalled(self._ledger, self._job_config, run, self._host):
-            why, todo = f"It is stalled: {stuck.what}. {stuck.why}", f"To end it: {stuck.todo}"
+            to = "let it go on" if stuck.todo.startswith("kill -CONT") else "end it"
+            why, todo = f"It is stalled: {stuck.what}. {stuck.why}", f"To {to}: {stuck.todo}"
             return Stalled(what, why=why, unchanged=unchanged, todo=todo)
         return Busy(
             what,
@@ -15140,7 +15160,8 @@ def render_turned_away(document: dict[str, Any]) -> list[str]:
     lines = [f"  {row['done']:<8}  {row['job']}: {row['starts']}" for row in away]
     waiting = document["deferred"]
     lines += [f"  waits     {w['job']}: run {w['run']}, since {w['at']}" for w in waiting]
-    return [*lines, "to type: batchrun resume --all"] if waiting else lines
+    then = "the tick begins them once it is off" if document.get("maintenance") else ""
+    return [*lines, then or "to type: batchrun resume --all"] if waiting else lines
 
 
 def render_lockfile(found: Lockfile, now: str) -> list[str]:
@@ -17578,8 +17599,9 @@ def check_command(app: App) -> ExitCode:
         findings += [*check_images(ledger, app.state), *check_rollbacks(app.config)]
         for store in app.state.stores():
             require_witnesses_known(ledger, store)
-    text = render_findings(findings) or "ledger and checkpoints agree"
-    app.console.result(text, {"findings": as_documents(findings)})
+        notes = known_losses(ledger)
+    text = "\n".join([render_findings(findings) or "ledger and checkpoints agree", *notes])
+    app.console.result(text, {"findings": as_documents(findings), "notes": notes})
     return ExitCode.FINDINGS if findings else ExitCode.DONE
 
 

@@ -440,6 +440,8 @@ def test_an_owner_that_is_frozen_is_told_with_what_thaws_it(project: Project) ->
     (event,) = told(project.folder)
     assert (event["run"], event["todo"]) == (run, f"kill -CONT {worker}")
     assert f"Process {worker} is stopped (SIGSTOP, or a debugger)." in event["why"]
+    busy = project.run("run", "sync")
+    assert (busy.code, busy.err.splitlines()[-1]) == (13, f"To let it go on: kill -CONT {worker}")
 
 
 def test_slow_batches_are_given_ten_times_their_usual_time(desk: Desk) -> None:
