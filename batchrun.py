@@ -11599,7 +11599,6 @@ def doctor(state: StateDirectory, config: Config, job: str | None, host: Host) -
     rows, clock = examine(state, config, job, host), host.monotonic
     looks = [look_at_machine(state, host), look_at_files(state, host)]
     looks.append(look_at_telling(state, config, job, host))
-    looks += [look_at_metrics(config.metrics_folder)] if config.metrics_folder else []
     looks += [
         look_at_job(config, each, host) for n, each in config.jobs.items() if job in (None, n)
     ]
@@ -11662,15 +11661,6 @@ def look_at_files(state: StateDirectory, host: Host) -> Iterator[Look]:
         lock.path.unlink()
     todo = f"df -T {_typed(state.path)}" * (answers != "held while it is held, free when it is not")
     yield "lock", answers, "without it two runs of a job could write", todo
-
-
-def look_at_metrics(folder: Path) -> Iterator[Look]:
-    """Look whether the metrics can be written."""
-    todo = "" if folder.is_dir() else f"mkdir -p {_typed(folder)}"
-    if not todo and not os.access(folder, os.W_OK | os.X_OK):
-        todo = f"ls -ld {_typed(folder)}"
-    said = f"{folder} {'cannot' if todo else 'can'} be written to"
-    yield "metrics_folder", said, "otherwise Prometheus sees nothing of any job", todo
 
 
 def look_at_job(config: Config, job: JobConfig, host: Host) -> Iterator[Look]:
@@ -11872,7 +11862,7 @@ def last_error_of(log: Path) -> str:
         stamped = re.findall(r"^(\d{4}-\S{18}Z [A-Z]+) (.*)$", text, re.MULTILINE)
         last = [words for stamp, words in stamped if stamp == stamped[-1][0]]
         if last and stamped[-1][0].endswith("ERROR"):
-            return last[-1 if last[0].startswith("Traceback") else 0]
+            return str(last[-1 if last[0].startswith("Traceback") else 0])
     return ""
 
 

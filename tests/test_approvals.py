@@ -6,6 +6,7 @@ import os
 import signal
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import apsw
 import pytest
@@ -288,7 +289,8 @@ def test_what_was_not_asked_or_is_answered_or_finished_cannot_be_approved(
 
 
 def test_an_approval_named_like_an_option_can_be_typed() -> None:
-    run = batchrun.Run(**{name: None for name in batchrun.Run._fields} | {"id": "a1"})
+    rest: dict[str, Any] = dict.fromkeys(batchrun.Run._fields)
+    run = batchrun.Run(**rest | {"id": "a1"})
     assert batchrun.approve_line(run, "--help") == 'batchrun approve a1 --why "..." -- --help'
 
 

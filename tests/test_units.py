@@ -225,10 +225,6 @@ def test_install_writes_where_systemd_looks_and_only_over_its_own(
             ("sync", "--every", "daily\n[Service]"),
             "--every and --on-failure take one line of text.",
         ),
-        (
-            ("sync", "--cron", "--every", "Mon *-*-* 03:00:00"),
-            "--every is not the five fields of cron.",
-        ),
         (("sync", "--cron", "--install"), "--cron only prints a line."),
         (("sync", "--force"), "--force is for --install."),
     ],
