@@ -1663,6 +1663,11 @@ def duration_text(seconds: float) -> str:
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
+def several(count: int, noun: str) -> str:
+    """Return a number of things, `1 run`, `2,000 runs`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def parse_size(text: object) -> int:
     """Return a size in bytes: kB, MB, GB, TB are powers of 1000; KiB, MiB, GiB, TiB of 1024.
 
@@ -11507,8 +11512,7 @@ class Pruned(NamedTuple):
     files_bytes: int = 0
 
     def __str__(self) -> str:
-        count = len(self.runs)
-        return f"{count} run{'s' * (count != 1)} that ended before {self.before}"
+        return f"{several(len(self.runs), 'run')} that ended before {self.before}"
 
 
 def prune(
@@ -13422,7 +13426,9 @@ class Supervisor:
         times = self._ledger.refused_since_success(self._launch.job) + 1
         since = f", since {attempt.began_at}" if attempt else ""
         again = f" This is refusal {times} since its last success." if times > 2 else ""
-        what = f"{self._launch.job} is busy: {who} runs it{since}.{again}"
+        what = (
+            f"{self._launch.job} is busy: {who} run{'s' * (' and ' not in who)} it{since}.{again}"
+        )
         self._ledger.note(self._who, "refused: busy", what, job=self._launch.job)
         run = self._ledger.unfinished(self._launch.job)
         unchanged = "Nothing was started; the refusal is recorded."
@@ -14997,7 +15003,9 @@ def render_rollback(document: dict[str, Any]) -> list[str]:
     """Return what a rollback undoes, and what it does not, as lines."""
     count = document["operations"]
     size = f", {document['bytes']:,} bytes" if "bytes" in document else ""
-    lines = [f"  undone    {document['rows']:,} rows{size}, of {ranges_text(document['batches'])}"]
+    lines = [
+        f"  undone    {several(document['rows'], 'row')}{size}, of {ranges_text(document['batches'])}"
+    ]
     if document["without_rows"]:
         lines.append(f"  no row    remembered by {ranges_text(document['without_rows'])}")
     if count:
@@ -15234,7 +15242,7 @@ def render_drain(summary: dict[str, Any]) -> str:
             summary["ended"],
             f"  barrier     {barrier['id']}, since {barrier['at']} by {by}",
             *([wrong] * bool(unknown)),
-            f"  unfinished  {summary['total']} runs = {classes}",
+            f"  unfinished  {several(summary['total'], 'run')} = {classes}",
             *(
                 render_drained(run, ended=summary["exit_code"] is not None)
                 for run in summary["runs"]
@@ -15883,7 +15891,9 @@ def render_metric(
 def render_examined(rows: Iterable[Examined]) -> str:
     """Return what `doctor` asked, what came back, and what it means."""
     return "\n".join(
-        f"{row.state:8} {row.asked} {row.answer} ({row.elapsed_s * 1000:.0f} ms)\n"
+        f"{row.state:8} {row.asked} {row.answer}"
+        + f" ({row.elapsed_s * 1000:.0f} ms)" * (row.elapsed_s >= 0.0005)
+        + "\n"
         f"         {row.means}" + f"\n         to mend it: {row.todo}" * bool(row.todo)
         for row in rows
     )
@@ -16236,10 +16246,8 @@ def sheet_of_runs(document: dict[str, Any]) -> Sheet:
     for job, usual in sorted(document["jobs"].items()):
         runs = [run for run in document["runs"] if run["job"] == job]
         medians = seconds_text(usual["duration_s"]), number_text(usual["records_per_s"])
-        counted = (
-            f"{usual['runs']} runs, of them {usual['succeeded']} succeeded; the median of those"
-        )
-        said = f"{counted}: {medians[0]}, {medians[1]} records/s."
+        counted = f"{several(usual['runs'], 'run')}, of them {usual['succeeded']} succeeded"
+        said = f"{counted}; the median of those: {medians[0]}, {medians[1]} records/s."
         parts.append(Part(job, [said], table=[RUN_HEADING, *(row_of_run(r, runs) for r in runs)]))
     return Sheet(f"{document['job'] or 'All jobs'} since {since}", parts)
 
@@ -16393,7 +16401,7 @@ def html_table(caption: str, rows: Sequence[Sequence[str | Bar]]) -> str:
         f"<tr>{''.join(html_cell(n, cell) for n, cell in zip(names, row, strict=True))}</tr>"
         for row in rows[1:]
     )
-    caption = f"<caption>{as_html(caption)}, {len(rows) - 1:,} rows</caption>"
+    caption = f"<caption>{as_html(caption)}, {several(len(rows) - 1, 'row')}</caption>"
     return f"<table>{caption}<thead><tr>{heading}</tr></thead><tbody>{body}</tbody></table>"
 
 
@@ -17097,20 +17105,22 @@ def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
 @command(
     "Every day",
     word("run", required=False, metavar="[RUN|drain]"),
-    word("number", required=False, type=int, metavar="[ID]"),
+    word("number", required=False, metavar="[ID]"),
     word("--since", metavar="30d", help="Compare the runs begun since then: of RUN's job, or all."),
     word("--html", metavar="FILE", help="Write one page for a browser; your umask says who reads."),
     word("--markdown", is_flag=True, help="Write it as Markdown."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
-def report_command(app: App, *, run: str | None, number: int | None, **how: Any) -> ExitCode:
+def report_command(app: App, *, run: str | None, number: str | None, **how: Any) -> ExitCode:
     """Tell what happened in a run, attempt by attempt; or in a drain, run by run."""
-    if run == "drain" and not given(how):
-        return report_drain(app, number)
+    is_number = number is None or number.isdecimal()
+    if run == "drain" and is_number and not given(how):
+        return report_drain(app, int(number) if number else None)
     if number is not None or run == "drain":
         what = (
-            "A number is for `report drain`." if run != "drain" else "A drain has no such report."
+            "A drain has no such report." if run == "drain" else "A number is for `report drain`."
         )
+        what = what if is_number else "One RUN or JOB is reported, not two."
         raise ConfigurationError(what, todo=f"Write: batchrun report {run}")
     if not (run or how["since"]) or (how["markdown"] and (how["html"] or app.console.as_json)):
         what = "A report is of a run, or --since a moment; in one of its forms."
@@ -17945,7 +17955,7 @@ def prune_command(app: App, *, keep: str | None, dry_run: bool) -> ExitCode:
         pruned = prune(app.state, ledger, keep_s, app.host, app.who, dry_run=dry_run)
     runs, names = pruned.runs, ("id", "job", "state", "ended_at")
     text = f"{pruned} {'would go' if dry_run else 'went'}"
-    gone = f", with {pruned.rows:,} rows and {size_text(pruned.files_bytes)} of files"
+    gone = f", with {several(pruned.rows, 'row')} and {size_text(pruned.files_bytes)} of files"
     rows = [[str(getattr(run, name)) for name in names] for run in runs]
     table = [render_table([["run", "job", "state", "ended"], *rows])] if rows and dry_run else []
     documents = [{name: getattr(run, name) for name in names} for run in runs]

@@ -537,7 +537,7 @@ def test_doctor_warns_of_batches_that_last_longer_than_a_stop_may_take(
     doctor = project.run("doctor", "sync")
     assert doctor.code == 3
     assert re.search(
-        r"^bad      batches of sync one of 20 takes 0\.0\d+ s or more; stop_grace is 0\.04 s ",
+        r"^bad      batches of sync one of 20 takes 0\.0\d+ s or more; stop_grace is 0\.04 s",
         doctor.out,
         re.MULTILINE,
     )

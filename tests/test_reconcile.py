@@ -112,6 +112,10 @@ def test_a_person_s_answer_is_recorded_only_with_apply_and_the_run_goes_on(
     run = post.begin(lookup)
     before = post.project.run("reconcile", run)
     assert (before.code, "unknown" in before.out) == (3, True)
+    lines = (f'{way} letter/d --why "..." --apply' for way in ("--confirm", "--absent"))
+    typed = ["--lookup --apply", *(f"{run} {line}" for line in lines)]
+    listed = "\n     or: ".join(f"batchrun reconcile {line}" for line in typed)
+    assert before.out.endswith(f"\nto type: {listed}\n")
     answer = ("reconcile", run, "--absent", "letter/d", "--why", "I asked them")
     shown = post.project.run(*answer)
     assert (shown.code, "was not done" in shown.out) == (3, True)
