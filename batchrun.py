@@ -1414,19 +1414,6 @@ def own_command() -> list[str]:
     return [sys.executable, str(Path(__file__).resolve())]
 
 
-def typed_elsewhere(text: str, config: Path, commands: str = "[a-z]+") -> str:
-    """Return text whose lines to type can be typed from any folder of this machine.
-
-    They name the configuration, and where this program is unless a shell finds it.
-    """
-    import shlex
-    import shutil
-
-    first = ["batchrun"] if shutil.which("batchrun") else own_command()
-    here = shlex.join([*first, "--config", str(config)])
-    return re.sub(rf"\bbatchrun (?=(?:{commands})\b)", lambda _: f"{here} ", text)
-
-
 def sha256(content: bytes) -> hashlib._Hash:
     """Return the SHA-256 of bytes so far, as hashlib does."""
     import hashlib  # 4 ms; status and refused starts hash nothing
@@ -2386,6 +2373,15 @@ def _typed(*words: Path | str) -> str:
     return shlex.join(map(str, words))
 
 
+def typed_elsewhere(text: str, config: Path, commands: str = "[a-z]+") -> str:
+    """Return text whose lines to type name configuration and program: for any folder and PATH."""
+    import shutil
+
+    first = ["batchrun"] if shutil.which("batchrun") else own_command()
+    here = _typed(*first, "--config", config)
+    return re.sub(rf"\bbatchrun (?=(?:{commands})\b)", lambda _: f"{here} ", text)
+
+
 def _refusal(what: str, problems: Iterable[str | None], todo: str) -> ConfigurationError:
     """Return a letter that lists problems."""
     why = "\n".join(f"- {problem}" for problem in problems)
@@ -2486,8 +2482,7 @@ def remember_url(url: str) -> None:
     A piece that is short or one word in small letters (https://h/services/T0AB1XYZ) is none.
     """
     remember_secret(url)
-    after = re.search(r"[/?#].*", url.partition("://")[2], re.DOTALL)
-    for piece in re.split(r"[/?&=#]", after[0]) if after else []:
+    for piece in re.split(r"[/?&=#]", url)[3:] if url.startswith("http") else ():
         if len(piece) >= LEAST_PIECE_CHARS and not re.fullmatch("[a-z_-]*", piece):
             remember_secret(piece)
 
@@ -11624,8 +11619,8 @@ def look_at_machine(state: StateDirectory, host: Host) -> Iterator[Look]:
     yield "SQLite", version, "some versions can damage a ledger", todo
     files, size = host.limits()
     said = f"{files:g} open files, {f'of {size_text(size)}' if size < 1e18 else 'of any size'}"
-    todo = "ulimit -f unlimited" * (size < 1e18) or f"ulimit -n {4 * FEWEST_FILES}"
-    todo *= files < FEWEST_FILES or size < 1e18
+    todo = f"ulimit -n {4 * FEWEST_FILES}" * (files < FEWEST_FILES)
+    todo = "ulimit -f unlimited" if size < 1e18 else todo
     yield "limits", said, "beyond them nothing is opened or written", todo
     newest, now = list[Event](), host.now()
     with contextlib.suppress(BatchrunError), state.reading() as ledger:
@@ -11841,9 +11836,8 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
             return owned
     if run.state in OWNED:
         words = last_error_of(ledger.path.parent / "logs" / run.job / f"{run.id}.log")
-        why = (
-            f"Its processes are gone; its log ends with: {words}" if words else GONE.format(run.id)
-        )
+        said = f"Its processes are gone; its log ends with: {words}"
+        why = said if words else GONE.format(run.id)
         run = run._replace(state=RunState.INTERRUPTED, reason="", error=why)
     elif run.checks_at:
         why = f"{run.error}\nNobody keeps it any more; the tick goes on with it."
@@ -13426,9 +13420,8 @@ class Supervisor:
         times = self._ledger.refused_since_success(self._launch.job) + 1
         since = f", since {attempt.began_at}" if attempt else ""
         again = f" This is refusal {times} since its last success." if times > 2 else ""
-        what = (
-            f"{self._launch.job} is busy: {who} run{'s' * (' and ' not in who)} it{since}.{again}"
-        )
+        run_it = "run it" if " and " in who else "runs it"
+        what = f"{self._launch.job} is busy: {who} {run_it}{since}.{again}"
         self._ledger.note(self._who, "refused: busy", what, job=self._launch.job)
         run = self._ledger.unfinished(self._launch.job)
         unchanged = "Nothing was started; the refusal is recorded."
@@ -15003,9 +14996,8 @@ def render_rollback(document: dict[str, Any]) -> list[str]:
     """Return what a rollback undoes, and what it does not, as lines."""
     count = document["operations"]
     size = f", {document['bytes']:,} bytes" if "bytes" in document else ""
-    lines = [
-        f"  undone    {several(document['rows'], 'row')}{size}, of {ranges_text(document['batches'])}"
-    ]
+    undone = f"{several(document['rows'], 'row')}{size}"
+    lines = [f"  undone    {undone}, of {ranges_text(document['batches'])}"]
     if document["without_rows"]:
         lines.append(f"  no row    remembered by {ranges_text(document['without_rows'])}")
     if count:
@@ -15573,16 +15565,8 @@ class LogLine(NamedTuple):
 
 
 # `OUT` and `ERR` is what was printed; a level that is not named here counts as INFO.
-LEVELS = {
-    "DEBUG": 10,
-    "OUT": 20,
-    "INFO": 20,
-    "ERR": 30,
-    "WARN": 30,
-    "WARNING": 30,
-    "ERROR": 40,
-    "CRITICAL": 50,
-}
+LEVELS = {"DEBUG": 10, "OUT": 20, "INFO": 20, "ERR": 30, "WARN": 30, "WARNING": 30}
+LEVELS |= {"ERROR": 40, "CRITICAL": 50}
 LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) ([A-Z]+) (.*)", re.DOTALL)
 WARNED_OF = ("failed", "interrupted", "awaiting", "refused", LEAK)
 
@@ -15709,28 +15693,22 @@ EVERY = {
     "weekly": ("Mon *-*-* 03:{0:02}:00", "{0} 3 * * 1"),
     "monthly": ("*-*-01 03:{0:02}:00", "{0} 3 1 * *"),
 }
-# The five fields of a crontab: the least and the most of each, and names that count from the least.
-CRON = (
-    (0, 59, ""),
-    (0, 23, ""),
-    (1, 31, ""),
-    (1, 12, "jan feb mar apr may jun jul aug sep oct nov dec"),
-    (0, 7, "sun mon tue wed thu fri sat"),
-)
+# The least and the most of each field of a crontab, and names for numbers in the last two.
+CRON = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
+CRON_NAMES = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec|sun|mon|tue|wed|thu|fri|sat"
 
 
 def is_cron(text: str) -> bool:
     """Tell whether text is the five fields of a crontab, each within its bounds."""
-    fields = text.lower().split()
-    return len(fields) == len(CRON) and all(map(_fits_cron, fields, *zip(*CRON, strict=True)))
+    fields = re.sub(CRON_NAMES, "1", text.lower()).split()
+    return len(fields) == len(CRON) and all(map(_fits_cron, fields, CRON))
 
 
-def _fits_cron(field: str, low: int, high: int, names: str) -> bool:
-    for word, number in zip(names.split(), range(low, high + 1), strict=False):
-        field = field.replace(word, str(number))
-    parts = [re.fullmatch(r"(?:\*|(\d+)(?:-(\d+))?)(?:/0*[1-9]\d*)?", p) for p in field.split(",")]
+def _fits_cron(field: str, bounds: tuple[int, int]) -> bool:
+    one = r"(?:\*|(\d+)(?:-(\d+))?)(?:/0*[1-9]\d*)?"
+    parts = [re.fullmatch(one, part) for part in field.split(",")]
     ends = [[int(end) for end in part.groups() if end] for part in parts if part]
-    return all(parts) and all(low <= a <= b <= high for e in ends if e for a, b in [(e[0], e[-1])])
+    return all(parts) and all([bounds[0], *e, bounds[1]] == sorted([*bounds, *e]) for e in ends)
 
 
 # What no job can miss: each =yes. MemoryDenyWriteExecute and ProcSubset are not here: ctypes makes
@@ -15893,8 +15871,8 @@ def render_examined(rows: Iterable[Examined]) -> str:
     return "\n".join(
         f"{row.state:8} {row.asked} {row.answer}"
         + f" ({row.elapsed_s * 1000:.0f} ms)" * (row.elapsed_s >= 0.0005)
-        + "\n"
-        f"         {row.means}" + f"\n         to mend it: {row.todo}" * bool(row.todo)
+        + f"\n         {row.means}"
+        + f"\n         to mend it: {row.todo}" * bool(row.todo)
         for row in rows
     )
 
@@ -17130,11 +17108,9 @@ def report_command(app: App, *, run: str | None, number: str | None, **how: Any)
         if how["since"]:
             since = moment_of("--since", how["since"], app.host.now())
             rows = ledger.summaries(since, found and found.job, COMPARED_MOST)
-            for row in rows:  # the view has the ledger's word, also of one whose owner died
-                if row["state"] in OWNED:
-                    row["state"] = standing(
-                        ledger, app.find_run(ledger, row["run"]), app.host
-                    ).state
+            for row in (row for row in rows if row["state"] in OWNED):  # the ledger's word alone
+                one = app.find_run(ledger, row["run"])
+                row["state"] = standing(ledger, one, app.host).state
             document = summarise_runs(rows, since, found and found.job)
             return show_report(app, document, sheet_of_runs(document), how)
         document = summary_of(app, ledger, cast("Run", found))
