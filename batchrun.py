@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     import subprocess
     from dataclasses import Field
     from typing import IO, NamedTuple
+    from urllib.parse import SplitResult
 
 VERSION = "0.1.0"
 T = TypeVar("T")
@@ -294,6 +295,12 @@ class SourceError(BatchrunError):
 
 class TooManyRejects(BatchrunError):
     """More records were rejected than `max_rejects` allows."""
+
+
+class Incomplete(BatchrunError):
+    """What was asked for is shown but for a part that cannot be read."""
+
+    exit_code = ExitCode.FINDINGS
 
 
 class ConfigurationError(BatchrunError):
@@ -1532,6 +1539,22 @@ def place_of_report(name: str) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def writing_of(path: Path) -> Iterator[None]:
+    """Turn what the file system refuses into a letter that names the file that was asked for.
+
+    Raises:
+        ConfigurationError: it cannot be written there.
+        BatchrunError: the disk is full, or broken.
+    """
+    try:
+        yield
+    except OSError as error:
+        broken = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        what = f"{path} cannot be written: {error.strerror}."
+        raise (BatchrunError if broken else ConfigurationError)(what) from error
+
+
 def begins_as_report(path: Path) -> bool:
     """Tell whether a file is empty or begins as a report does."""
     with path.open("rb") as file:
@@ -1585,7 +1608,8 @@ def make_private_folder(path: Path) -> None:
 # Secrets: what a Secret holds, what is read by { env = } or { file = }, what is named like a secret
 # and passwords inside other settings are remembered by this process, and mask_secrets() replaces
 # them wherever they appear. A new password is not a changed setting: see identity(). The URL of a
-# webhook or ping is one too, as a whole: whoever knows it can speak in our name.
+# webhook or ping is one too, as a whole and in its pieces: whoever knows it can speak in our name.
+# An address that cannot be read is refused without being quoted, as all of it may be misplaced.
 
 _UNITS_S = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 _UNITS_BYTES = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -1624,6 +1648,11 @@ def duration_text(seconds: float) -> str:
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def several(count: int, noun: str) -> str:
+    """Return a number of things, `1 run`, `2,000 runs`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def parse_size(text: object) -> int:
@@ -1781,7 +1810,7 @@ def _is_reference(value: object) -> bool:
 def _secret_url(value: object) -> str | dict[str, object]:
     """Read the address of a webhook or ping; all of it is masked from now on."""
     if isinstance(value, str):
-        remember_secret(value)
+        remember_url(value)
         if value and not value.startswith(("http://", "https://")):
             raise ValueError("an address that begins with http:// or https:// is wanted")
     return _url(value)
@@ -1802,20 +1831,42 @@ def _header(value: object) -> str | dict[str, object]:
 
 def require_url(url: str) -> str:
     """Return an address that can be asked, its password masked from now on; or ValueError."""
-    from urllib.parse import urlsplit  # only where there is a dependency
-
     _remember_parts("", url)
-    parts = urlsplit(url)
-    several = parts.scheme.startswith("postgres")  # libpq takes hosts by comma, or none
-    port = None if several else parts.port  # a ValueError if it is none
+    try:
+        parts, ports = _split_url(url)
+    except ValueError as error:
+        remember_url(url)  # nobody can tell which part of it is secret
+        raise ValueError(f"{error} (the address is not shown: it may hold a secret)") from None
+    several = parts.scheme.startswith("postgres")  # libpq takes no host, too
     if parts.scheme in LOCAL_SCHEMES:
         if not url_path(url):
             raise ValueError(f'a path is wanted, "{parts.scheme}:PATH"')
     elif not parts.hostname and not several:
         raise ValueError(f'a host is wanted, "{parts.scheme}://HOST"')
-    if parts.scheme == "tcp" and not port:
+    if parts.scheme == "tcp" and not any(ports):
         raise ValueError('a port is wanted, "tcp://HOST:PORT"')
     return url
+
+
+def _split_url(url: str) -> tuple[SplitResult, list[int]]:
+    """Return the parts of an address and its ports, if it can be read; or ValueError, in our words.
+
+    The parser's own words are never shown: they quote what was written.
+    """
+    from urllib.parse import urlsplit  # only where there is a dependency
+
+    local = url.partition(":")[0] in LOCAL_SCHEMES  # a path may have spaces
+    if re.search(r"[\0-\x1f\x7f]" if local else r"[\0-\x20\x7f]", url):
+        raise ValueError("an address without spaces and control characters is wanted")
+    try:
+        parts = urlsplit(url)
+        hosts = "" if local else parts.netloc.rpartition("@")[2]  # of libpq, several by comma
+        ports = [int(port or 0) for port in re.findall(r":([^:,\]]*)(?=,|\Z)", hosts)]
+    except ValueError:
+        ports = [-1]
+    if not all(0 <= port < 65_536 for port in ports):
+        raise ValueError('an address with a port from 1 to 65535 or none, "HOST:PORT", is wanted')
+    return parts, ports
 
 
 def url_path(url: str) -> str:
@@ -1941,7 +1992,9 @@ class Need(NamedTuple):
         """Return the url as text, read from elsewhere if it says so; ValueError if it is none."""
         if isinstance(self.url, str):
             return self.url + self.suffix
-        return str(_url(_fetched(dict(self.url), folder))) + self.suffix
+        text = str(_fetched(dict(self.url), folder))
+        remember_url(text)
+        return str(_url(text)) + self.suffix
 
     def headers(self, folder: Path) -> dict[str, str]:
         """Return the header by its name, read from elsewhere if it says so; or ValueError."""
@@ -2097,13 +2150,29 @@ class Config(NamedTuple):
             todo=f'To add it, write there:\n{_heading(name)}\nuses = "FUNCTION"',
         )
 
-    def unit(self, job: str = "") -> str:
+    def unit(self, job: str, installed: Path) -> str:
         """Return the name, without its ending, of a job's systemd units; without a job the tick's.
 
-        The folder is part of it: several configurations may have units on one machine.
+        The folder is part of it: several configurations may have units on one machine. Where one of
+        another folder of that name has `installed` its units, a digest of our path is part of it.
         """
-        words = ["batchrun", self.folder.name, job] if job else ["batchrun-tick", self.folder.name]
-        return re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(words))
+        name = unit_name(self.folder.name, job)
+        with contextlib.suppress(OSError):
+            mark = (installed / f"{name}.service").read_text().partition("\n")[0]
+            by = mark.partition(" of ")[2]
+            if mark.startswith(UNIT_MARK) and by != str(self.path) and Path(by).exists():
+                digest = sha256(bytes(self.path)).hexdigest()[:8]
+                return unit_name(f"{self.folder.name}-{digest}", job)
+        return name
+
+
+UNIT_MARK = "# Written by "  # what wrote the unit follows, and " of " its configuration
+
+
+def unit_name(place: str, job: str) -> str:
+    """Return what the units of a job, or of the tick, are called that belong to a place."""
+    words = ["batchrun", place, job] if job else ["batchrun-tick", place]
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(words))
 
 
 def places_written(config: Config, jobs: Iterable[JobConfig]) -> list[Path]:
@@ -2112,6 +2181,7 @@ def places_written(config: Config, jobs: Iterable[JobConfig]) -> list[Path]:
     values = [value for job in jobs for value in job.settings.values() if isinstance(value, str)]
     paths = [config.folder / url_path(url) for url in values if url.startswith("sqlite:")]
     found = [config.folder, state, *(path.parent for path in paths)]
+    found += [config.metrics_folder] if config.metrics_folder else []
     return [
         a for a in dict.fromkeys(found) if not any(a != b and a.is_relative_to(b) for b in found)
     ]
@@ -2303,6 +2373,15 @@ def _typed(*words: Path | str) -> str:
     return shlex.join(map(str, words))
 
 
+def typed_elsewhere(text: str, config: Path, commands: str = "[a-z]+") -> str:
+    """Return text whose lines to type name configuration and program: for any folder and PATH."""
+    import shutil
+
+    first = ["batchrun"] if shutil.which("batchrun") else own_command()
+    here = _typed(*first, "--config", config)
+    return re.sub(rf"\bbatchrun (?=(?:{commands})\b)", lambda _: f"{here} ", text)
+
+
 def _refusal(what: str, problems: Iterable[str | None], todo: str) -> ConfigurationError:
     """Return a letter that lists problems."""
     why = "\n".join(f"- {problem}" for problem in problems)
@@ -2363,6 +2442,7 @@ def _is_private(gid: int, owner: str) -> bool:
 
 _MASK = "***"
 _LEAST_CHARS = 4  # a shorter value would tear up text that has nothing to do with it
+LEAST_PIECE_CHARS = 6  # the same of a piece of a secret address, whose pieces may be words
 _REMEMBERED: set[str] = set()  # the secrets this process has met, in the forms they are printed in
 
 
@@ -2394,6 +2474,17 @@ def remember_secret(value: str) -> None:
         url = quote(part, safe="", errors="replace")
         forms = (part, unquote(part), url, repr(part)[1:-1], json.dumps(part)[1:-1])
         _REMEMBERED.update(form for form in forms if min(len(part), len(form)) >= _LEAST_CHARS)
+
+
+def remember_url(url: str) -> None:
+    """Have an address masked from now on that is a secret, and the pieces after its host.
+
+    A piece that is short or one word in small letters (https://h/services/T0AB1XYZ) is none.
+    """
+    remember_secret(url)
+    for piece in re.split(r"[/?&=#]", url)[3:] if url.startswith("http") else ():
+        if len(piece) >= LEAST_PIECE_CHARS and not re.fullmatch("[a-z_-]*", piece):
+            remember_secret(piece)
 
 
 def mask_secrets(text: str) -> str:
@@ -5423,8 +5514,10 @@ class Ledger:
 
     # -- a copy ---------------------------------------------------------------------------
 
-    def back_up(self, target: Path) -> dict[str, int]:
+    def back_up(self, target: Path, named: Path | None = None) -> dict[str, int]:
         """Copy the ledger as it is now, while others go on writing, to a new private file.
+
+        `named` is what a letter calls it, if it is to be renamed.
 
         Returns:
             The newest ids that the copy has to hold, by table.
@@ -5436,7 +5529,10 @@ class Ledger:
                 reach("backup.begun")
                 _back_up(self._connection, target)
             except (apsw.FullError, apsw.IOError, apsw.CantOpenError) as error:
-                what = f"The copy {target} cannot be written: {error}."
+                full = isinstance(error, apsw.FullError) or is_full(target.parent, self._host)
+                lost = "the system refused to write"  # SQLite has no words of its own for it
+                why = "the disk is full" if full else str(error).replace("not an error", lost)
+                what = f"The copy {named or target} cannot be written: {why}."
                 todo = f"Make room, or choose another place: df {_typed(target.parent)}"
                 raise StateDirectoryError(what, unchanged="No copy was made.", todo=todo) from error
             finally:
@@ -6257,8 +6353,10 @@ class StateDirectory:
         lockfile = config.state / "maintenance.lock"
         self.maintenance = Maintenance(lockfile, host, config.max_maintenance_s)
 
-    def require_fit(self, *, create: bool, write: bool = True) -> None:
+    def require_fit(self, *, create: bool, write: bool = True, starts: bool = False) -> None:
         """Check that the folder can be trusted with a ledger, and make it if allowed.
+
+        Only what `starts` a run needs min_free: what ends, answers or mends must go on without it.
 
         Raises:
             NotFound: it is not there and was not to be made.
@@ -6279,7 +6377,7 @@ class StateDirectory:
         if write:
             self._require_owner(found)
         self._require_file_system(self.path)
-        if write and self._host.free_bytes(self.path) < self._config.min_free_bytes:
+        if starts and self._host.free_bytes(self.path) < self._config.min_free_bytes:
             raise StateDirectoryError(
                 f"Disk full: less than {self._config.min_free_bytes:,} bytes are free"
                 f" at {self.path}.",
@@ -6742,8 +6840,9 @@ def no_answer(question: Question, elapsed_s: float) -> Answer:
 def _answer_into(put: Callable[[Answer], object], question: Question, host: Host) -> None:
     """Ask one question and put the answer where it is waited for, whatever happens."""
     began, peers = host.monotonic(), list[Peer]()
-    for secret in (question.url, *question.headers.values()):
+    for secret in question.headers.values():
         remember_secret(secret)
+    remember_url(question.url)
     _remember_parts("", question.url)
     ask = PROBES[question.url.partition(":")[0]]
     try:
@@ -6760,6 +6859,8 @@ def _answer_into(put: Callable[[Answer], object], question: Question, host: Host
 
 def _said_why(error: BaseException) -> str:
     """Return in words why a probe failed."""
+    import http.client
+
     match error:
         case Unwell():
             return str(error)
@@ -6769,6 +6870,8 @@ def _said_why(error: BaseException) -> str:
             return "takes no more connections, its backlog is full"
         case OSError(strerror=str(why)):
             return f"cannot be reached: {why}"
+        case ValueError() | http.client.InvalidURL():  # parsers quote what they were given
+            return f"cannot be asked as it is written ({type(error).__name__})"
     return f"does not answer as it should: {str(error) or type(error).__name__}"
 
 
@@ -6871,6 +6974,10 @@ def _ask_postgres(question: Question, peers: list[Peer]) -> str:
 
     if urlsplit(question.url).hostname and "," not in question.url:
         _connected(question, peers, 5432).close()
+    try:
+        psycopg.conninfo.conninfo_to_dict(question.url)
+    except psycopg.Error:
+        raise ValueError from None  # its words quote the address
     limit_s = max(2, int(question.timeout_s))
     with psycopg.connect(question.url, autocommit=True, connect_timeout=limit_s) as connection:
         end = socket.socket(fileno=os.dup(connection.fileno())).getpeername()
@@ -7180,9 +7287,9 @@ def examine(state: StateDirectory, config: Config, job: str | None, host: Host) 
     health, needs, rows = config.health, config.health.needs_of(job), list[Examined]()
     clock = host.monotonic
 
-    def add(name: str, what: str, means: str, began: float, factor: Factor) -> None:
+    def add(name: str, what: str, means: str, began: float, factor: Factor, todo: str = "") -> None:
         elapsed_s = round(clock() - began, 6)  # the arguments are made in their order
-        rows.append(Examined(name, what, factor.state, factor.why, means, elapsed_s))
+        rows.append(Examined(name, what, factor.state, factor.why, means, elapsed_s, todo))
 
     least = f"below {size_text(health.min_available_bytes)} (min_available)"
     means = f"{least} memory is bad, below a quarter of it critical"
@@ -7190,7 +7297,7 @@ def examine(state: StateDirectory, config: Config, job: str | None, host: Host) 
     means = "how much somebody waits for memory; it is recorded and not judged"
     add("pressure", "memory pressure", means, clock(), _pressure(host.memory_pressure()))
     means = "without it no run starts, and one that runs is paused at once"
-    add("state", f"state {state.path}", means, clock(), _fitness(state))
+    add("state", f"state {state.path}", means, clock(), *_fitness(state))
     answers, usage = Inquiry(needs, config.folder, host).wait(), None
     ends = {need.name: answers[need.name].peers for need in needs if need.normal}
     if job and (worker := _living_worker(state, job, host)):
@@ -7237,16 +7344,17 @@ def _consequence(need: Need, state: Wellness, health: HealthConfig) -> str:
     return f"while it is bad, {need.factor} is bad: {follows}"
 
 
-def _fitness(state: StateDirectory) -> Factor:
-    """Judge the state directory and the ledger in it."""
+def _fitness(state: StateDirectory) -> tuple[Factor, str]:
+    """Judge the state directory and the ledger in it; return what to type, too."""
     try:
-        state.require_fit(create=False)
+        state.require_fit(create=False, starts=True)
         state.open_ledger(create=False, write=False).close()
     except NotFound:
-        return Factor("state", Wellness.OK, "is not there yet; a first run makes it")
+        return Factor("state", Wellness.OK, "is not there yet; a first run makes it"), ""
     except BatchrunError as error:
-        return Factor("state", Wellness.BAD, error.what, critical=True)
-    return Factor("state", Wellness.OK, state.warning() or "can be used")
+        todo = error.todo.removeprefix("Type: ")
+        return Factor("state", Wellness.BAD, error.what, critical=True), todo
+    return Factor("state", Wellness.OK, state.warning() or "can be used"), ""
 
 
 def _living_worker(state: StateDirectory, job: str, host: Host) -> int | None:
@@ -9188,7 +9296,9 @@ def _open_postgres(url: str) -> Any:
     except psycopg.Error as error:
         raise JobError(
             f"The database {mask_secrets(url)} does not let us in.",
-            why=mask_secrets(str(error).strip()),
+            why=mask_secrets(str(error).strip())
+            if isinstance(error, psycopg.OperationalError)
+            else "Its address cannot be read.",  # whose words quote the address
             unchanged="Nothing was changed.",
             todo="Check that it runs, and the name and password in the configuration.",
         ) from None
@@ -10756,6 +10866,12 @@ def reconcile_line(run: Run) -> str:
     return f"batchrun reconcile {run.id}"
 
 
+def answer_lines(run: str, key: str) -> list[str]:
+    """Return what a person types to say that an operation was done, and that it was not."""
+    said = (_typed("batchrun", "reconcile", run, way, key) for way in ("--confirm", "--absent"))
+    return [f'{line} --why "..." --apply' for line in said]
+
+
 def unknown_text(unknown: Sequence[Operation]) -> str:
     """Return which operations nobody knows the outcome of."""
     first, more = unknown[0], f" It is one of {len(unknown):,}." * (len(unknown) > 1)
@@ -10766,12 +10882,7 @@ def unknown_text(unknown: Sequence[Operation]) -> str:
 
 def unknown_end(run: Run, unknown: Sequence[Operation]) -> AttemptEnd:
     """Return the end of an attempt that cannot find out what became of operations."""
-    key = unknown[0].key
-    lines = (
-        reconcile_line(run),
-        _typed("batchrun", "reconcile", run.id, "--confirm", key) + ' --why "..." --apply',
-        _typed("batchrun", "reconcile", run.id, "--absent", key) + ' --why "..." --apply',
-    )
+    lines = (reconcile_line(run), *answer_lines(run.id, unknown[0].key))
     how = (Ending.AWAITS, ExitCode.PERSON_NEEDED, Reason.OPERATION, unknown_text(unknown))
     unchanged = "It is not called again before that is known; all others are recorded."
     todo = "\n  ".join(("Look at the destination, then type:", *lines))
@@ -11016,6 +11127,23 @@ def check(
     return findings
 
 
+def gaps_of(ledger: Ledger, run: Run) -> list[tuple[str, Event | None]]:
+    """Return which commits of a run have no row, and the event by which a repair accepted that."""
+    repairs = {event.why.partition("; ")[2]: event for event in ledger.events(run, what="repaired")}
+    gaps = [f"commits {first} to {last} have no rows" for first, last in ledger.gaps(run)]
+    return [(gap, repairs.get(gap)) for gap in gaps]
+
+
+def known_losses(ledger: Ledger) -> list[str]:
+    """Return a line for each loss that a repair has accepted: nothing is to be done about it."""
+    return [
+        f"note: run {run.id} of {run.job}: {gap}, since a repair at {known.at}"
+        for run in ledger.latest_of_each_job()
+        for gap, known in gaps_of(ledger, run)
+        if known
+    ]
+
+
 def stuck_cleanup(ledger: Ledger, cleanup: Cleanup) -> Finding:
     """Return the finding about a cleanup that failed, or that nothing goes on to call."""
     run = ledger.run_with_id(cleanup.run)
@@ -11034,12 +11162,9 @@ def check_run(ledger: Ledger, store: CheckpointStore, run: Run) -> list[Finding]
     """Return what is wrong with one run: its chain of commits, its checkpoint, its marks."""
     name = f"run {run.id} of {run.job}"
     findings = [
-        Finding(
-            f"{name}: commits {first} to {last} have no row",
-            "they were lost",
-            f"batchrun report {run.id}",
-        )
-        for first, last in ledger.gaps(run)
+        Finding(f"{name}: {gap}", "they were lost", f"batchrun report {run.id}")
+        for gap, known in gaps_of(ledger, run)
+        if not known
     ]
     newest = ledger.commit_row(run, run.number)
     if newest is not None and newest.hash != run.hash:
@@ -11356,7 +11481,7 @@ def back_up(state: StateDirectory, ledger: Ledger, path: Path, *, force: bool) -
     with open_folder(path.parent) as folder:
         copy = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
         try:
-            newest = ledger.back_up(copy)
+            newest = ledger.back_up(copy, path)
             if fault := fault_of_copy(copy, ledger.uuid, newest):
                 what = f"The copy of {ledger.path} is not what it should be: {fault}."
                 unchanged = f"It was removed; {path} is as it was."
@@ -11382,8 +11507,7 @@ class Pruned(NamedTuple):
     files_bytes: int = 0
 
     def __str__(self) -> str:
-        count = len(self.runs)
-        return f"{count} run{'s' * (count != 1)} that ended before {self.before}"
+        return f"{several(len(self.runs), 'run')} that ended before {self.before}"
 
 
 def prune(
@@ -11495,7 +11619,8 @@ def look_at_machine(state: StateDirectory, host: Host) -> Iterator[Look]:
     yield "SQLite", version, "some versions can damage a ledger", todo
     files, size = host.limits()
     said = f"{files:g} open files, {f'of {size_text(size)}' if size < 1e18 else 'of any size'}"
-    todo = "ulimit -a" * (files < FEWEST_FILES or size < 1e18)
+    todo = f"ulimit -n {4 * FEWEST_FILES}" * (files < FEWEST_FILES)
+    todo = "ulimit -f unlimited" if size < 1e18 else todo
     yield "limits", said, "beyond them nothing is opened or written", todo
     newest, now = list[Event](), host.now()
     with contextlib.suppress(BatchrunError), state.reading() as ledger:
@@ -11548,7 +11673,8 @@ def look_at_job(config: Config, job: JobConfig, host: Host) -> Iterator[Look]:
         said, todo = " ".join([error.what, *error.why.splitlines()[-1:]]), "batchrun jobs"
     yield f"job {job.name}", said, "otherwise its runs end before their first batch", todo
     wanted = "--property=LoadState,Type,TimeoutStopUSec"
-    told = host.answer_of("systemctl", "show", f"{config.unit(job.name)}.service", wanted)
+    unit = f"{config.unit(job.name, host.unit_folder)}.service"
+    told = host.answer_of("systemctl", "show", unit, wanted)
     if "LoadState=loaded\n" in told:
         spans = re.findall(r"([0-9.]+)(h|min|s|ms|us)\b", told.partition("TimeoutStopUSec=")[2])
         limit_s = sum(float(number) * SPANS_S[name] for number, name in spans) or float("inf")
@@ -11681,6 +11807,8 @@ def what_next(ledger: Ledger, run: Run) -> tuple[str, str]:
 
 def approve_line(run: Run, name: str) -> str:
     """Return what to type to approve what a run asks."""
+    if name.startswith("-"):  # which would be an option
+        return f'batchrun approve {run.id} --why "..." -- {_typed(name)}'
     return f'{_typed("batchrun", "approve", run.id, name)} --why "..."'
 
 
@@ -11707,13 +11835,33 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
         if owned is not None:
             return owned
     if run.state in OWNED:
-        why = "Its processes are gone without a word: killed, or the machine was switched off."
+        words = last_error_of(ledger.path.parent / "logs" / run.job / f"{run.id}.log")
+        said = f"Its processes are gone; its log ends with: {words}"
+        why = said if words else GONE.format(run.id)
         run = run._replace(state=RunState.INTERRUPTED, reason="", error=why)
     elif run.checks_at:
         why = f"{run.error}\nNobody keeps it any more; the tick goes on with it."
         run = run._replace(error=why)
     reply = reply_to("tick", ledger, run)
     return Standing(run.state, *what_next(ledger, run), reply == Reply.GO_ON, reply == Reply.SKIP)
+
+
+GONE = (
+    "Its processes are gone without a word: killed, or the machine was switched off."
+    "\nWhat it did last: batchrun logs {}"
+)
+
+
+def last_error_of(log: Path) -> str:
+    """Return the error with which a log ends: a letter's first line, a traceback's last; or ""."""
+    with contextlib.suppress(OSError), os.fdopen(os.open(log, READ_PLAIN), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 65_536))
+        text = file.read().decode(errors="replace")
+        stamped = re.findall(r"^(\d{4}-\S{18}Z [A-Z]+) (.*)$", text, re.MULTILINE)
+        last = [words for stamp, words in stamped if stamp == stamped[-1][0]]
+        if last and stamped[-1][0].endswith("ERROR"):
+            return str(last[-1 if last[0].startswith("Traceback") else 0])
+    return ""
 
 
 def rolled_back_text(ledger: Ledger, run: Run) -> str:
@@ -11749,7 +11897,7 @@ def never_run(job: str) -> Standing:
 
 # What is asked of a run that goes on -> what to type next.
 NEXT_WHILE_ASKED: dict[str | None, str] = {
-    None: "batchrun pause {}",
+    None: "batchrun logs -f {}",
     Request.PAUSE: "batchrun pause --wait {}",
     Request.DRAIN: "batchrun drain",
     Request.CANCEL: "batchrun cancel --kill {}",
@@ -12978,6 +13126,7 @@ def event_text(alert: Alert, config: Config) -> str:
     """Return an alert as the JSON object that commands and webhooks are given."""
     names = ("kind", "job", "run", "at", "why", "todo")
     event: dict[str, Any] = {name: mask_secrets(getattr(alert, name) or "") for name in names}
+    event["todo"] = typed_elsewhere(event["todo"], config.path)
     event["text"] = event["why"] + f"\nto type: {event['todo']}" * bool(event["todo"])
     more = {"alert": alert.id, "host": os.uname().nodename, "config": str(config.path)}
     return json.dumps({**event, **more})
@@ -13135,7 +13284,7 @@ class Supervisor:
             BatchrunError: nothing was admitted, or its end could not be recorded; says which.
         """
         self._stops.begin()
-        self._state.require_fit(create=not self._launch.only_resume)
+        self._state.require_fit(create=not self._launch.only_resume, starts=True)
         self._ledger = self._state.open_ledger(create=not self._launch.only_resume)
         try:
             if not self._launch.cancels:
@@ -13271,12 +13420,14 @@ class Supervisor:
         times = self._ledger.refused_since_success(self._launch.job) + 1
         since = f", since {attempt.began_at}" if attempt else ""
         again = f" This is refusal {times} since its last success." if times > 2 else ""
-        what = f"{self._launch.job} is busy: {who} runs it{since}.{again}"
+        run_it = "run it" if " and " in who else "runs it"
+        what = f"{self._launch.job} is busy: {who} {run_it}{since}.{again}"
         self._ledger.note(self._who, "refused: busy", what, job=self._launch.job)
         run = self._ledger.unfinished(self._launch.job)
         unchanged = "Nothing was started; the refusal is recorded."
         if stuck := stalled(self._ledger, self._job_config, run, self._host):
-            why, todo = f"It is stalled: {stuck.what}. {stuck.why}", f"To end it: {stuck.todo}"
+            to = "let it go on" if stuck.todo.startswith("kill -CONT") else "end it"
+            why, todo = f"It is stalled: {stuck.what}. {stuck.why}", f"To {to}: {stuck.todo}"
             return Stalled(what, why=why, unchanged=unchanged, todo=todo)
         return Busy(
             what,
@@ -14845,7 +14996,8 @@ def render_rollback(document: dict[str, Any]) -> list[str]:
     """Return what a rollback undoes, and what it does not, as lines."""
     count = document["operations"]
     size = f", {document['bytes']:,} bytes" if "bytes" in document else ""
-    lines = [f"  undone    {document['rows']:,} rows{size}, of {ranges_text(document['batches'])}"]
+    undone = f"{several(document['rows'], 'row')}{size}"
+    lines = [f"  undone    {undone}, of {ranges_text(document['batches'])}"]
     if document["without_rows"]:
         lines.append(f"  no row    remembered by {ranges_text(document['without_rows'])}")
     if count:
@@ -14998,7 +15150,8 @@ def render_turned_away(document: dict[str, Any]) -> list[str]:
     lines = [f"  {row['done']:<8}  {row['job']}: {row['starts']}" for row in away]
     waiting = document["deferred"]
     lines += [f"  waits     {w['job']}: run {w['run']}, since {w['at']}" for w in waiting]
-    return [*lines, "to type: batchrun resume --all"] if waiting else lines
+    then = "the tick begins them once it is off" if document.get("maintenance") else ""
+    return [*lines, then or "to type: batchrun resume --all"] if waiting else lines
 
 
 def render_lockfile(found: Lockfile, now: str) -> list[str]:
@@ -15081,7 +15234,7 @@ def render_drain(summary: dict[str, Any]) -> str:
             summary["ended"],
             f"  barrier     {barrier['id']}, since {barrier['at']} by {by}",
             *([wrong] * bool(unknown)),
-            f"  unfinished  {summary['total']} runs = {classes}",
+            f"  unfinished  {several(summary['total'], 'run')} = {classes}",
             *(
                 render_drained(run, ended=summary["exit_code"] is not None)
                 for run in summary["runs"]
@@ -15412,7 +15565,8 @@ class LogLine(NamedTuple):
 
 
 # `OUT` and `ERR` is what was printed; a level that is not named here counts as INFO.
-LEVELS = {"DEBUG": 10, "OUT": 20, "INFO": 20, "ERR": 30, "WARNING": 30, "ERROR": 40, "CRITICAL": 50}
+LEVELS = {"DEBUG": 10, "OUT": 20, "INFO": 20, "ERR": 30, "WARN": 30, "WARNING": 30}
+LEVELS |= {"ERROR": 40, "CRITICAL": 50}
 LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) ([A-Z]+) (.*)", re.DOTALL)
 WARNED_OF = ("failed", "interrupted", "awaiting", "refused", LEAK)
 
@@ -15429,6 +15583,7 @@ class LogFile:
 
     def __init__(self, path: Path, begins: str) -> None:
         self._path, self._file, self._rest = path, cast("IO[bytes] | None", None), b""
+        self.refused = ""  # why it cannot be read although it is there
         self._last = LogLine(begins, "INFO", "")
 
     def new_lines(self, *, to_end: bool) -> Iterator[LogLine]:
@@ -15437,9 +15592,12 @@ class LogFile:
             yield from self._lines(to_end=to_end or not self._is_there(self._file))
         if self._file is None or not self._is_there(self._file):
             self.close()
-            with contextlib.suppress(OSError):
+            try:
                 self._file = os.fdopen(os.open(self._path, READ_PLAIN), "rb")
                 yield from self._lines(to_end=to_end)
+            except OSError as error:
+                is_there = not isinstance(error, FileNotFoundError)
+                self.refused = is_there * f"The log {self._path} cannot be read: {error.strerror}."
 
     def close(self) -> None:
         """Close the file; the next look opens it anew, from its beginning."""
@@ -15464,7 +15622,8 @@ class LogFile:
     def _taken(self) -> LogLine:
         text, self._rest = self._rest.decode(errors="replace").rstrip("\n"), b""
         stamped = LOG_LINE.fullmatch(text)
-        self._last = LogLine(*stamped.groups()) if stamped else self._last._replace(text=text)
+        raw = LogLine(self._last.at, "INFO", text)
+        self._last = LogLine(*stamped.groups()) if stamped else raw
         return self._last
 
 
@@ -15534,6 +15693,24 @@ EVERY = {
     "weekly": ("Mon *-*-* 03:{0:02}:00", "{0} 3 * * 1"),
     "monthly": ("*-*-01 03:{0:02}:00", "{0} 3 1 * *"),
 }
+# The least and the most of each field of a crontab, and names for numbers in the last two.
+CRON = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
+CRON_NAMES = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec|sun|mon|tue|wed|thu|fri|sat"
+
+
+def is_cron(text: str) -> bool:
+    """Tell whether text is the five fields of a crontab, each within its bounds."""
+    fields = re.sub(CRON_NAMES, "1", text.lower()).split()
+    return len(fields) == len(CRON) and all(map(_fits_cron, fields, CRON))
+
+
+def _fits_cron(field: str, bounds: tuple[int, int]) -> bool:
+    one = r"(?:\*|(\d+)(?:-(\d+))?)(?:/0*[1-9]\d*)?"
+    parts = [re.fullmatch(one, part) for part in field.split(",")]
+    ends = [[int(end) for end in part.groups() if end] for part in parts if part]
+    return all(parts) and all([bounds[0], *e, bounds[1]] == sorted([*bounds, *e]) for e in ends)
+
+
 # What no job can miss: each =yes. MemoryDenyWriteExecute and ProcSubset are not here: ctypes makes
 # code at run time, and health reads /proc. A user's own systemd cannot make what is root's.
 SANDBOX = "NoNewPrivileges LockPersonality RestrictRealtime RestrictSUIDSGID"
@@ -15630,6 +15807,7 @@ def sandbox_of(timed: Timed) -> str:
 
 
 # -- tables and the like ---------------------------------------------------------------------------
+LABEL = "batch_job"  # whose it is; Prometheus keeps `job` for what it asked, and renames ours
 METRICS = {  # of a job: name -> what it means, and its value in the job's document
     "last_success_timestamp_seconds": ("When it succeeded last.", "last_success"),
     "last_success_duration_seconds": ("From begin to end of that run.", "last_success_elapsed_s"),
@@ -15652,7 +15830,7 @@ def render_metrics(
     ticked_at: str | None,
     untold: int,
 ) -> str:
-    """Return the metrics in the text format that Prometheus and its exporters read."""
+    """Return the metrics in Prometheus's text format 0.0.4 (not OpenMetrics); all are gauges."""
     age_s = seconds_between(lockfile.since, now) if lockfile and lockfile.since else None
     is_overdue = bool(lockfile and lockfile.overdue)
     single = {
@@ -15667,9 +15845,9 @@ def render_metrics(
     for name, (means, labels, value) in single.items():
         lines += render_metric(name, means, [(labels, value or 0)] * (value is not None))
     for name, (means, key) in METRICS.items():
-        lines += render_metric(name, means, [({"job": job["job"]}, job[key]) for job in jobs])
+        lines += render_metric(name, means, [({LABEL: job["job"]}, job[key]) for job in jobs])
     pairs = [(job, state) for job in jobs for state in RunState]
-    states = [({"job": j["job"], "state": s}, j["state"] == s) for j, s in pairs]
+    states = [({LABEL: j["job"], "state": s}, j["state"] == s) for j, s in pairs]
     return "\n".join([*lines, *render_metric("run_state", "1 for its state.", states), ""])
 
 
@@ -15691,8 +15869,10 @@ def render_metric(
 def render_examined(rows: Iterable[Examined]) -> str:
     """Return what `doctor` asked, what came back, and what it means."""
     return "\n".join(
-        f"{row.state:8} {row.asked} {row.answer} ({row.elapsed_s * 1000:.0f} ms)\n"
-        f"         {row.means}" + f"\n         to mend it: {row.todo}" * bool(row.todo)
+        f"{row.state:8} {row.asked} {row.answer}"
+        + f" ({row.elapsed_s * 1000:.0f} ms)" * (row.elapsed_s >= 0.0005)
+        + f"\n         {row.means}"
+        + f"\n         to mend it: {row.todo}" * bool(row.todo)
         for row in rows
     )
 
@@ -16044,10 +16224,8 @@ def sheet_of_runs(document: dict[str, Any]) -> Sheet:
     for job, usual in sorted(document["jobs"].items()):
         runs = [run for run in document["runs"] if run["job"] == job]
         medians = seconds_text(usual["duration_s"]), number_text(usual["records_per_s"])
-        counted = (
-            f"{usual['runs']} runs, of them {usual['succeeded']} succeeded; the median of those"
-        )
-        said = f"{counted}: {medians[0]}, {medians[1]} records/s."
+        counted = f"{several(usual['runs'], 'run')}, of them {usual['succeeded']} succeeded"
+        said = f"{counted}; the median of those: {medians[0]}, {medians[1]} records/s."
         parts.append(Part(job, [said], table=[RUN_HEADING, *(row_of_run(r, runs) for r in runs)]))
     return Sheet(f"{document['job'] or 'All jobs'} since {since}", parts)
 
@@ -16201,7 +16379,7 @@ def html_table(caption: str, rows: Sequence[Sequence[str | Bar]]) -> str:
         f"<tr>{''.join(html_cell(n, cell) for n, cell in zip(names, row, strict=True))}</tr>"
         for row in rows[1:]
     )
-    caption = f"<caption>{as_html(caption)}, {len(rows) - 1:,} rows</caption>"
+    caption = f"<caption>{as_html(caption)}, {several(len(rows) - 1, 'row')}</caption>"
     return f"<table>{caption}<thead><tr>{heading}</tr></thead><tbody>{body}</tbody></table>"
 
 
@@ -16390,6 +16568,14 @@ class Console:
             self._draw("")
             self._tell(self.typed(text), WARNING if text.startswith("warning: ") else NEWS)
 
+    def warn(self, text: str) -> None:
+        """Show one line whoever reads; it is no letter, and nothing has ended by it."""
+        if self.as_json:
+            self.say(text)
+        else:
+            self._draw("")
+            self._tell(visible(mask_secrets(text)), WARNING)
+
     def progress(self, run: Run) -> None:
         """Draw the live line anew, or write a line now and then: each tenth, and each minute."""
         now = self._host.monotonic() - run.paused_s
@@ -16418,11 +16604,17 @@ class Console:
     def letter(self, text: str, code: int) -> None:
         """Write an error; with --json the last line of stderr is an object."""
         self._draw("")
-        text = mask_secrets(self.typed(text))
-        self._host.show_end(text)
+        self.show_end(text)
+        text = visible(mask_secrets(self.typed(text)))
         if self.as_json:
             text = json.dumps({"type": "error", "exit_code": int(code), "text": text})
         self._tell(text, NEWS if code in FINE else ERROR)
+
+    def show_end(self, text: str) -> None:
+        """Tell who started us how it ended: it is read elsewhere."""
+        config = Path(self.config or "batchrun.toml").absolute()
+        text = typed_elsewhere(text, config, "|".join(parts.name for parts in COMMANDS))
+        self._host.show_end(visible(mask_secrets(text)))
 
     def _tell(self, text: str, priority: int) -> None:
         """Write lines to standard error; the journal is told how much each matters."""
@@ -16524,9 +16716,17 @@ class App:
                 if waits:  # else somebody waits for our end; the next one tells
                     alerts.deliver()
                 if self.config.metrics_folder:
-                    write_metrics(self.config.metrics_folder, self.metrics(ledger))
+                    self._keep_metrics(self.config.metrics_folder, ledger, aloud=not ticks)
         except Exception as error:  # noqa: BLE001 - whatever it is, the run has ended as it has
             self.console.say(f"warning: not everybody was told: {error}")
+
+    def _keep_metrics(self, folder: Path, ledger: Ledger, *, aloud: bool) -> None:
+        """Write the metrics; say that they cannot be written, `aloud` or where all is said."""
+        try:
+            write_metrics(folder, self.metrics(ledger))
+        except BatchrunError as error:
+            said = f"warning: metrics_folder: {error.what} No run is changed by that."
+            (self.console.warn if aloud else self.console.say)(said)
 
     def metrics(self, ledger: Ledger) -> str:
         """Return how all jobs stand, as Prometheus reads it."""
@@ -16553,7 +16753,7 @@ class App:
                 f"{run['job']}: run {run['id']} {state_text(run)} after {took}: {counts_text(run)}"
             )
             todo = f"\nto go on: batchrun resume {run['id']}" * (not outcome.run.finished)
-            self.host.show_end(mask_secrets(text))
+            self.console.show_end(text)
             if not self.console.as_json:
                 self.console.say(text + todo)
         if self.console.as_json:
@@ -16833,7 +17033,7 @@ def stand(
         *(job, run, closed_standing(stands, closed=closed), success),
         ledger.refused_since_success(job),
         stuck=[stuck_cleanup(ledger, cleanup) for cleanup in stuck if cleanup.job == job],
-        rate=ledger.rate(run) if run and run.state in OWNED else 0.0,
+        rate=ledger.rate(run) if run and stands.state in OWNED else 0.0,
         stalls=stalled(ledger, known, run, app.host) if known else None,
         late=late(ledger, known, app.host, lockfile) if known else "",
         left_open=ledger.left_open(job),
@@ -16883,20 +17083,22 @@ def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
 @command(
     "Every day",
     word("run", required=False, metavar="[RUN|drain]"),
-    word("number", required=False, type=int, metavar="[ID]"),
+    word("number", required=False, metavar="[ID]"),
     word("--since", metavar="30d", help="Compare the runs begun since then: of RUN's job, or all."),
     word("--html", metavar="FILE", help="Write one page for a browser; your umask says who reads."),
     word("--markdown", is_flag=True, help="Write it as Markdown."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
-def report_command(app: App, *, run: str | None, number: int | None, **how: Any) -> ExitCode:
+def report_command(app: App, *, run: str | None, number: str | None, **how: Any) -> ExitCode:
     """Tell what happened in a run, attempt by attempt; or in a drain, run by run."""
-    if run == "drain" and not given(how):
-        return report_drain(app, number)
+    is_number = number is None or number.isdecimal()
+    if run == "drain" and is_number and not given(how):
+        return report_drain(app, int(number) if number else None)
     if number is not None or run == "drain":
         what = (
-            "A number is for `report drain`." if run != "drain" else "A drain has no such report."
+            "A drain has no such report." if run == "drain" else "A number is for `report drain`."
         )
+        what = what if is_number else "One RUN or JOB is reported, not two."
         raise ConfigurationError(what, todo=f"Write: batchrun report {run}")
     if not (run or how["since"]) or (how["markdown"] and (how["html"] or app.console.as_json)):
         what = "A report is of a run, or --since a moment; in one of its forms."
@@ -16906,6 +17108,9 @@ def report_command(app: App, *, run: str | None, number: int | None, **how: Any)
         if how["since"]:
             since = moment_of("--since", how["since"], app.host.now())
             rows = ledger.summaries(since, found and found.job, COMPARED_MOST)
+            for row in (row for row in rows if row["state"] in OWNED):  # the ledger's word alone
+                one = app.find_run(ledger, row["run"])
+                row["state"] = standing(ledger, one, app.host).state
             document = summarise_runs(rows, since, found and found.job)
             return show_report(app, document, sheet_of_runs(document), how)
         document = summary_of(app, ledger, cast("Run", found))
@@ -16919,7 +17124,7 @@ def summary_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
     of_rollbacks = undoes, ledger.rollbacks(run)
     stands = standing(ledger, run, app.host)
     summary = summarise(run, *rows, ledger.cleanups(run), *of_rollbacks) | ledger.course(run)
-    return summary | {"why": stands.why, "next": stands.todo}
+    return summary | {"state": stands.state, "why": stands.why, "next": stands.todo}
 
 
 def show_report(
@@ -16930,7 +17135,8 @@ def show_report(
         path = place_of_report(how["html"])
         parts = [part._replace(todo=app.console.typed(part.todo)) for part in sheet.parts]
         content = render_html(sheet._replace(parts=parts), app.host.now()).encode()
-        write_atomically(path, content, mode=0o666)
+        with writing_of(path):
+            write_atomically(path, content, mode=0o666)
         text, document = f"written: {path}", {"html": str(path), "bytes": len(content)}
     else:
         text = render_markdown(sheet) if how["markdown"] else render_sheet(sheet)
@@ -16947,7 +17153,7 @@ FOLLOW_EVERY_S = 0.25
     word("-f", "--follow", is_flag=True, help="Go on until the run stops, or Ctrl-C."),
     word("--level", default="DEBUG", metavar="LEVEL", help="No lower ones: INFO, WARNING, ERROR."),
     word("--since", metavar="2h|TIME", help="Nothing older."),
-    exits=[ExitCode.NOT_FOUND],
+    exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
 def logs_command(app: App, *, run: str, follow: bool, level: str, since: str | None) -> ExitCode:
     """Show what a run's job logged and printed, and what batchrun did, in order."""
@@ -16977,6 +17183,8 @@ def log_lines(app: App, name: str, *, follow: bool) -> Iterator[LogLine]:
         yield from heapq.merge(map(event_line, events), lines, key=attrgetter("at"))
         if goes_on:
             app.host.sleep(FOLLOW_EVERY_S)
+    if log and log.refused:
+        raise Incomplete(log.refused)
 
 
 def report_drain(app: App, number: int | None) -> ExitCode:
@@ -17340,8 +17548,10 @@ def show_answered(app: App, ledger: Ledger, rows: list[Answered], *, applies: bo
     if any(each["outcome"] and not applies for each in documents):
         text += "\nnothing is recorded yet: type it again with --apply"
     elif left:
-        asks = "--lookup, or " * any(each["can_look_up"] for each in documents)
-        text += f"\nto type: batchrun reconcile {asks}--confirm KEY or --absent KEY, and --why"
+        first = next(each for each in documents if not each["applied"])
+        asks = ["batchrun reconcile --lookup --apply"] * any(d["can_look_up"] for d in documents)
+        lines = [*asks, *answer_lines(first["run"], first["key"])]
+        text += "\nto type: " + "\n     or: ".join(lines)
     else:
         runs = {row.run.key: row.run for row in rows}.values()
         text += "".join([f"\n{answered_text(ledger, run, app.host)}" for run in runs])
@@ -17365,8 +17575,9 @@ def check_command(app: App) -> ExitCode:
         findings += [*check_images(ledger, app.state), *check_rollbacks(app.config)]
         for store in app.state.stores():
             require_witnesses_known(ledger, store)
-    text = render_findings(findings) or "ledger and checkpoints agree"
-    app.console.result(text, {"findings": as_documents(findings)})
+        notes = known_losses(ledger)
+    text = "\n".join([render_findings(findings) or "ledger and checkpoints agree", *notes])
+    app.console.result(text, {"findings": as_documents(findings), "notes": notes})
     return ExitCode.FINDINGS if findings else ExitCode.DONE
 
 
@@ -17405,7 +17616,7 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
     word("action", metavar="list|show|retry|drop"),
     word("run", required=False),
     word("ids", nargs=-1, type=int),
-    word("--why", help="Why they may go, for the record (drop)."),
+    word("--why", metavar="TEXT", help="Why they may go, for the record (drop)."),
     *RUNNING[2:],
     exits=RUN_EXITS,
 )
@@ -17624,16 +17835,17 @@ def inventory_sync(ctx: Context[Settings]):
 def jobs_command(app: App) -> ExitCode:
     """Load the configured jobs and list them: what they do, their settings, their last run."""
     app.require_trusted()
-    last: dict[str, Run] = {}
+    last: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(BatchrunError), app.ledger(write=False) as ledger:
-        last = {run.job: run for run in ledger.latest_of_each_job()}
+        for run in ledger.latest_of_each_job():
+            state = standing(ledger, run, app.host).state
+            last[run.job] = {"run": run.id, "state": state, "since": run.changed_at}
     documents: list[dict[str, Any]] = []
     wrong: list[BatchrunError] = []
     os.chdir(app.config.folder)
     for name, job_config in app.config.jobs.items():
-        document: dict[str, Any] = {"job": name, "file": str(job_config.path), "last_run": None}
-        if run := last.get(name):
-            document["last_run"] = {"run": run.id, "state": run.state, "since": run.changed_at}
+        document: dict[str, Any] = {"job": name, "file": str(job_config.path)}
+        document["last_run"] = last.get(name)
         try:
             document |= summarise_configured(job_config, app.config.folder)
         except BatchrunError as error:
@@ -17648,8 +17860,10 @@ def jobs_command(app: App) -> ExitCode:
 
 def write_metrics(folder: Path, text: str) -> None:
     """Replace the file that node_exporter reads, whatever the umask."""
-    write_atomically(folder / "batchrun.prom", text.encode(), mode=0o644)
-    (folder / "batchrun.prom").chmod(0o644)
+    path = folder / "batchrun.prom"
+    with writing_of(path):
+        write_atomically(path, text.encode(), mode=0o644)
+        path.chmod(0o644)
 
 
 @command(
@@ -17717,7 +17931,7 @@ def prune_command(app: App, *, keep: str | None, dry_run: bool) -> ExitCode:
         pruned = prune(app.state, ledger, keep_s, app.host, app.who, dry_run=dry_run)
     runs, names = pruned.runs, ("id", "job", "state", "ended_at")
     text = f"{pruned} {'would go' if dry_run else 'went'}"
-    gone = f", with {pruned.rows:,} rows and {size_text(pruned.files_bytes)} of files"
+    gone = f", with {several(pruned.rows, 'row')} and {size_text(pruned.files_bytes)} of files"
     rows = [[str(getattr(run, name)) for name in names] for run in runs]
     table = [render_table([["run", "job", "state", "ended"], *rows])] if rows and dry_run else []
     documents = [{name: getattr(run, name) for name in names} for run in runs]
@@ -17750,7 +17964,7 @@ def unit_command(
         line = render_cron(timed)
         app.console.result(line, {"line": line})
         return ExitCode.DONE
-    marker = f"# Written by `unit {job or '--tick'}` of {app.config.path}"
+    marker = f"{UNIT_MARK}`unit {job or '--tick'}` of {app.config.path}"
     files = render_units(timed, marker).items()
     paths = {app.host.unit_folder / name: text for name, text in files}
     if install:
@@ -17772,8 +17986,8 @@ def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) 
         "Name a job or --tick, not both.": bool(job) == asked["tick"],
         "--tick comes every five minutes; it takes no --every.": asked["tick"] and every,
         "--every and --on-failure take one line of text.": not f"{every}{on_failure}".isprintable(),
-        "--every is not the five fields of cron.": (
-            asked["cron"] and len(EVERY.get(every or "daily", ("", every))[1].split()) != 5
+        f"--every {every!r} is not when something can be started.": (
+            every and not is_when(app.host, every, cron=asked["cron"])
         ),
         "--cron only prints a line.": asked["cron"] and (asked["install"] or on_failure),
         "--force is for --install.": asked["force"] and not asked["install"],
@@ -17783,12 +17997,15 @@ def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) 
     }
     for what in (what for what, is_wrong in wrong.items() if is_wrong):
         todo = "See: batchrun unit --help"
+        if "is not when" in what:
+            fields = '"30 4 * * 1-5"' if asked["cron"] else '"Mon..Fri 4:15"'
+            todo = f"Write {', '.join(EVERY)}, or for example {fields}."
         raise ConfigurationError(what, unchanged="Nothing was written.", todo=todo)
     jobs = [config.job(job)] if job else list(config.jobs.values())
     path = config.state if config.state.exists() else config.path
     slow = [row.answer for each in jobs for row in slow_batches(app.state, each)]
     return Timed(
-        config.unit(job or ""),
+        config.unit(job or "", app.host.unit_folder),
         [*words, *(["run", job] if job else ["resume", "--all"])],
         "" if own else app.host.user_name(path.stat().st_uid),
         places_written(config, jobs),
@@ -17797,6 +18014,17 @@ def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) 
         every or ("daily" if job else ""),
         on_failure,
     )
+
+
+def is_when(host: Host, every: str, *, cron: bool) -> bool:
+    """Tell whether a timer can be made of --every; systemd is asked, where there is one."""
+    import shutil
+
+    if every in EVERY or cron:
+        return every in EVERY or is_cron(every)
+    if shutil.which("systemd-analyze"):
+        return bool(host.answer_of("systemd-analyze", "calendar", "--", every))
+    return bool(re.fullmatch(r"(?=.*[0-9*])[A-Za-z0-9*.,:/~ -]+", every))
 
 
 def install_units(paths: Mapping[Path, str], *, force: bool) -> None:
@@ -17857,7 +18085,7 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     """Return one click command whose return value is its exit code."""
     names_of = functools.partial(complete, app)
     made = [
-        click.Option(list(names), **more)
+        click.Option(list(names), shell_complete=names_of, callback=said_something, **more)
         if names[0].startswith("-")
         else click.Argument(list(names), shell_complete=names_of, **more)
         for names, more in parts.parameters
@@ -17877,10 +18105,24 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     )
 
 
+OF_WORDS: dict[str, Iterable[str]] = {"action": REJECT_ACTIONS, "level": LEVELS, "every": EVERY}
+
+
+def said_something(context: Any, option: Any, value: Any) -> Any:
+    """Refuse an option that was given without content: nothing at all, or the dots of a letter."""
+    given = context.get_parameter_source(option.name).name == "COMMANDLINE"
+    if given and (value == "..." or (value == "" and option.default != "")):
+        what = f"{option.opts[-1]} says nothing: {value!r}."
+        raise ConfigurationError(what, todo=f"Write: {option.opts[-1]} {option.metavar}")
+    return value
+
+
 def complete(app: App, context: Any, parameter: Any, begun: str) -> list[Any]:
-    """Return what a shell may complete a word to: names of jobs, ids of runs, or files."""
+    """Return what a shell may complete a word to: known words, jobs, ids of runs, or files."""
     from click.shell_completion import CompletionItem
 
+    if words := OF_WORDS.get(parameter.name):
+        return [each for each in words if each.startswith(begun)]
     if parameter.name not in ("job", "run", "name"):
         return [CompletionItem(begun, "file")] * (parameter.name in ("file", "folder"))
     names = list[str]()

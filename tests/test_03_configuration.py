@@ -421,13 +421,46 @@ def test_everything_wrong_with_health_is_in_one_letter(tmp_path: Path) -> None:
     )
 
 
+SPACES = "an address without spaces and control characters is wanted"
+PORT = 'an address with a port from 1 to 65535 or none, "HOST:PORT", is wanted'
+
+
+@pytest.mark.parametrize(
+    ("url", "wanted"),
+    [
+        ("http://h/p/S3CRET TOKEN", SPACES),
+        ("https://h/p/S3CRET\tTOKEN", SPACES),
+        ("sqlite:S3CRET\n.db", SPACES),
+        ("http://h:S3CRETPORT/p", PORT),
+        ("tcp://h:99999", PORT),
+        ("http://[S3CRET/p", PORT),
+        ("postgres://ada@h:1,g:S3CRET/x", PORT),
+    ],
+)
+def test_an_address_that_cannot_be_read_is_refused_and_not_quoted(url: str, wanted: str) -> None:
+    with pytest.raises(ValueError, match="is wanted") as refused:
+        batchrun.require_url(url)
+    assert str(refused.value) == f"{wanted} (the address is not shown: it may hold a secret)"
+    assert mask_secrets(f"{json.dumps(url)}, {url}") == '"***", ***'
+
+
+@pytest.mark.parametrize("url", ["sqlite:a b.db", "tcp://[::1]:80", "postgres://[::1]:1,h,g:2/x"])
+def test_an_address_with_a_space_in_its_path_or_colons_in_its_host_can_be_read(url: str) -> None:
+    assert batchrun.require_url(url) == url
+
+
+def test_the_pieces_of_a_secret_address_are_masked_and_its_words_are_not() -> None:
+    batchrun.remember_url("https://hooks.example/services/T0AB1XYZ?key=Qwertz")
+    assert mask_secrets("services of /T0AB1XYZ/start, Qwertz") == "services of /***/start, ***"
+
+
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
         ('name = "x"', "url or command: is missing"),
         ('name = "x"\nurl = "tcp://h:1"\ncommand = ["a"]', "url or command: only one of them"),
         ('name = "x"\nurl = "tcp://h:1"\nexpect = 200', "expect: only a url that begins with http"),
-        ('name = "x"\nurl = "tcp://h:port"', "Port could not be cast"),
+        ('name = "x"\nurl = "tcp://h:port"', "an address with a port from"),
         ('name = "x"\nurl = "ftp://h"', "an address that begins with one of tcp:, http:, https:"),
         ('name = "x"\nurl = { env = "A", file = "b" }', "an address that begins with one of"),
         ('name = "x"\ncommand = "true"', "a list of words is wanted"),

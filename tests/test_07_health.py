@@ -707,6 +707,23 @@ def test_an_address_is_read_each_time_and_unknown_if_it_cannot_be(
     assert said(elsewhere).startswith("unknown: an address that begins with one of tcp:, http:")
 
 
+@pytest.mark.parametrize("url", ["http://h/p/S3CRET TOKEN", "http://h:S3CRETPORT/p", "http://[S3C"])
+def test_an_address_from_elsewhere_that_cannot_be_read_is_unknown_and_not_quoted(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHRUN_TEST_URL", url)
+    why = said(need({"env": "BATCHRUN_TEST_URL"}))
+    assert why.startswith("unknown: an address with")
+    assert "S3C" not in why
+
+
+def test_no_words_of_a_parser_of_addresses_are_in_an_answer() -> None:
+    with listener() as (_, port):
+        why = said(need(f"http://127.0.0.1:{port}/p/S3CRET TOKEN"))
+    assert why == "bad: cannot be asked as it is written (InvalidURL)"
+    assert said(need("http://h:S3CRET/")) == "bad: cannot be asked as it is written (ValueError)"
+
+
 def test_a_name_that_does_not_exist_is_bad() -> None:
     assert said(need("tcp://no-such-host.invalid:80")).startswith(
         "bad: its name cannot be resolved: "

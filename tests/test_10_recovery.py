@@ -486,7 +486,7 @@ def test_a_lost_ledger_is_repaired_only_on_demand(
     ended = shop.batchrun("run", "sync")
     assert f"run {newest.stem} goes on after commit 2, 20 records read" in ended.err
     assert (ended.code, shop.records()) == (0, list(range(1, 51)))
-    assert shop.findings() == [f"run {newest.stem} of sync: commits 1 to 1 have no row"]
+    assert shop.findings() == []
 
 
 def test_a_repair_that_meets_a_busy_job_keeps_no_lock_of_another(paused: Shop) -> None:
@@ -511,8 +511,15 @@ def test_a_ledger_from_three_batches_ago_is_refused_and_repaired_only_on_demand(
     ended = shop.batchrun("run", "sync")
     assert (ended.code, shop.records()) == (0, list(range(1, 51))), ended.err
     checked = shop.batchrun("check")
-    assert checked.code == 3
-    assert "commits 2 to 3 have no row" in checked.out
+    assert checked.code == 0
+    first, note = checked.out.splitlines()
+    assert first == "ledger and checkpoints agree"
+    run = shop.batchrun("--json", "status").document["jobs"][0]["run"]
+    told = f"note: run {run} of sync: commits 2 to 3 have no rows, since a repair at "
+    assert note.startswith(told)
+    shop.sql("DELETE FROM batch WHERE number = 5")
+    lost = shop.batchrun("check")
+    assert (lost.code, "commits 5 to 5 have no rows" in lost.out) == (3, True)
 
 
 def put_back_after(shop: Shop, *, stop_at: int, batches: int) -> None:
@@ -586,6 +593,62 @@ def test_a_full_disk_is_no_corruption_and_goes_on_when_there_is_room(shop: Shop)
     shop.project.write('min_free = "900TB"\n' + CONFIG, sync=JOB)
     full = shop.batchrun("run", "sync")
     assert (full.code, full.err.startswith("Disk full: ")) == (5, True)
+
+
+def test_a_run_whose_processes_are_gone_is_told_of_with_the_last_words_of_its_log(
+    shop: Shop,
+) -> None:
+    shop.killed_at("ledger.commit@2")
+    gone = "Its processes are gone"
+    silent = f"{gone} without a word: killed, or the machine was switched off.\n"
+    run = shop.batchrun("--json", "status").document["jobs"][0]["run"]
+    assert f"{silent}What it did last: batchrun logs {run}" in why(shop)
+    (log,) = shop.project.state.glob("logs/sync/*")
+    at = "2026-01-31T23:59:59.000Z"
+    with log.open("a") as file:
+        file.write(f"{at} ERROR Disk full: no room.\n{at} ERROR The last commit stands.\n")
+    assert f"{gone}; its log ends with: Disk full: no room." in why(shop)
+    with log.open("a") as file:
+        lines = ("Traceback (most recent call last):", "  File", "OSError: it is lost")
+        file.writelines(f"{at[:-2]}1Z ERROR {line}\n" for line in lines)
+    assert f"{gone}; its log ends with: OSError: it is lost" in why(shop)
+    with log.open("a") as file:
+        file.write(f"{at} INFO it goes on\n")
+    assert silent in why(shop)
+
+
+def test_a_run_whose_processes_are_gone_is_interrupted_in_every_text(shop: Shop) -> None:
+    shop.killed_at("ledger.commit@2")
+    (job,) = shop.batchrun("--json", "status", "sync").document["jobs"]
+    assert (job["state"], job["records_per_s"], job["left_s"]) == ("interrupted", 0, None)
+    (listed,) = shop.batchrun("--json", "jobs").document["jobs"]
+    assert listed["last_run"]["state"] == "interrupted"
+    assert shop.batchrun("--json", "report", "sync").document["state"] == "interrupted"
+    (row,) = shop.batchrun("--json", "report", "--since", "1h").document["runs"]
+    assert row["state"] == "interrupted"
+    assert "running" not in shop.batchrun("report", "sync").out.splitlines()[0]
+
+
+def why(shop: Shop) -> str:
+    return str(shop.batchrun("--json", "status", "sync").document["jobs"][0]["why"])
+
+
+def test_below_min_free_only_a_start_is_refused(shop: Shop) -> None:
+    shop.back_to("paused")
+    shop.project.write('min_free = "900TB"\n' + CONFIG, sync=JOB)
+    for words in (["run", "sync"], ["resume", "sync"], ["run", "sync", "--fresh"]):
+        assert shop.batchrun(*words).err.startswith("Disk full: less than 900,000,000,000,000")
+    for words in (
+        ["maintenance", "on"],
+        ["drain"],
+        ["maintenance", "off"],
+        ["pause", "sync"],
+        ["prune"],
+        ["repair"],
+        ["cancel", "sync"],
+    ):
+        done = shop.batchrun(*words)
+        assert (done.code, "Disk full" in done.err) == (0, False), done
 
 
 # --- the log --------------------------------------------------------------------------------------
@@ -776,7 +839,7 @@ def test_check_finds_a_gap(shop: Shop) -> None:
     assert (checked.code, checked.out) == (
         3,
         (
-            f"run {run} of sync: commits 2 to 3 have no row\n"
+            f"run {run} of sync: commits 2 to 3 have no rows\n"
             "  they were lost\n"
             f"  to type: batchrun report {run}\n"
         ),

@@ -246,7 +246,7 @@ def test_everybody_who_asks_is_told_who_keeps_a_paused_run(project: Project, fee
     status = project.run("status", "sync").out
     assert "sync: paused (health) since " in status
     assert re.search(rf"  why           {why}\n  why           {who}\n", status), status
-    assert f"to type: batchrun pause {rows(project, 'SELECT id FROM run')[0][0]}\n" in status
+    assert f"to type: batchrun logs -f {rows(project, 'SELECT id FROM run')[0][0]}\n" in status
     busy = project.run("run", "sync")
     assert busy.code == 11
     assert re.search(rf"sync is busy: pid {process.pid} .* runs it, .*\n{why}\n{who}\n", busy.err)
@@ -537,7 +537,7 @@ def test_doctor_warns_of_batches_that_last_longer_than_a_stop_may_take(
     doctor = project.run("doctor", "sync")
     assert doctor.code == 3
     assert re.search(
-        r"^bad      batches of sync one of 20 takes 0\.0\d+ s or more; stop_grace is 0\.04 s ",
+        r"^bad      batches of sync one of 20 takes 0\.0\d+ s or more; stop_grace is 0\.04 s",
         doctor.out,
         re.MULTILINE,
     )

@@ -404,7 +404,7 @@ r2   2026-01-31 02:00:00Z  succeeded                    1,000    1m40s +0% #####
 r1   2026-01-31 02:00:00Z  succeeded                    1,000    1m00s -40% ####      20 +100% ###
 
 b
-1 runs, of them 0 succeeded; the median of those: -, - records/s.
+1 run, of them 0 succeeded; the median of those: -, - records/s.
 run  began (UTC)           how it ended  records  took          records/s  rejected  attempts
 r5   2026-01-31 02:00:00Z  waiting       1,000    5 s ########  -          0         1"""
 
@@ -431,7 +431,7 @@ def test_runs_since_a_moment_are_compared_in_each_form(shop: Project) -> None:
     document = shop.run("report", "sync", "--since", "1d", "--json").document
     assert [(run["job"], run["duration_s_change"]) for run in document["runs"]] == [("sync", 0.0)]
     assert document["jobs"]["sync"]["succeeded"] == 1
-    assert "1 runs, of them 1 succeeded" in shop.run("report", "--since", "1d").out
+    assert "1 run, of them 1 succeeded" in shop.run("report", "--since", "1d").out
     assert "| --- |" in shop.run("report", "--since", "1d", "--markdown").out
     assert shop.run("report", "--since", "1d", "--html", "c.html").code == 0
     page = Page((shop.folder / "c.html").read_text(encoding="utf-8"))

@@ -272,7 +272,7 @@ def test_one_job_is_told_on_one_screen(held: Project) -> None:
     )
     assert about["loops"].startswith("now loop main")
     assert about["attempt"].startswith("1  20")
-    assert lines[-1].startswith("to type: batchrun pause ")
+    assert lines[-1].startswith("to type: batchrun logs -f ")
     let_go(held)
     done = held.run("status", "count").out
     assert "owned by" not in done
@@ -345,7 +345,7 @@ def test_the_live_view_shows_bar_rate_gauges_and_events_and_quits_on_q(
     held: Project, terminal: Open
 ) -> None:
     watch = terminal(held, "status", "--watch", "count")
-    shown = watch.look("to type: batchrun pause")
+    shown = watch.look("to type: batchrun logs -f")
     frame = re.sub("\x1b\\[K|\r", "", shown.split("\x1b[H")[1]).split("\n")
     assert max(map(width, frame)) <= 80
     assert frame[0].endswith("Z  q quits")

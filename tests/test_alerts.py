@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,7 +15,7 @@ from typing import Any
 
 import apsw
 import pytest
-from conftest import Ended, Project, clean_environment, wait_for
+from conftest import ROOT, Ended, Project, clean_environment, wait_for
 from test_05_ledger import admit
 from test_11_worker import at, rows, start_held, worker_of, write_job
 
@@ -35,6 +36,7 @@ from batchrun import (
     load_config,
     open_ledger,
     ping_of,
+    typed_elsewhere,
 )
 
 WORDS = """["sh", "-c", "told=$(cat); printf '%s\\\\n' \\"$told\\" >> told.jsonl"]"""
@@ -88,6 +90,10 @@ def told(folder: Path) -> list[dict[str, Any]]:
     path = folder / "told.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return sorted(map(json.loads, lines), key=lambda event: int(event["alert"]))
+
+
+def elsewhere(folder: Path, todo: str) -> str:
+    return typed_elsewhere(todo, folder / "batchrun.toml")
 
 
 def deliveries(project: Project) -> list[Any]:
@@ -186,6 +192,7 @@ def test_a_failed_run_is_told_once_by_every_way_and_its_next_success_too(
     run = run_id(project)
     (event,) = told(project.folder)
     why = f"sync: run {run} failed.\nThe job raised ValueError: no stock in batch 2."
+    todo = elsewhere(project.folder, f"batchrun resume {run}")
     assert event == {
         "alert": 1,
         "kind": "failed",
@@ -193,8 +200,8 @@ def test_a_failed_run_is_told_once_by_every_way_and_its_next_success_too(
         "run": run,
         "at": event["at"],
         "why": why,
-        "todo": f"batchrun resume {run}",
-        "text": f"{why}\nto type: batchrun resume {run}",
+        "todo": todo,
+        "text": f"{why}\nto type: {todo}",
         "host": os.uname().nodename,
         "config": str(project.folder / "batchrun.toml"),
     }
@@ -218,6 +225,20 @@ def test_a_failed_run_is_told_once_by_every_way_and_its_next_success_too(
     assert kinds == ["failed", "recovered"]
 
 
+def test_what_is_to_be_typed_can_be_typed_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "batchrun").touch(mode=0o755)
+    for place, program in (
+        ("/nowhere", f"{sys.executable} {ROOT}/batchrun.py"),
+        (f"{tmp_path}", "batchrun"),
+    ):
+        monkeypatch.setenv("PATH", place)
+        line = elsewhere(Path("/a b"), "batchrun resume 1")
+        assert line == f"{program} --config '/a b/batchrun.toml' resume 1"
+    assert elsewhere(Path("/a"), "kill -CONT 7") == "kill -CONT 7"
+
+
 @pytest.mark.parametrize(
     ("ending", "reason", "kind", "words"),
     [
@@ -233,7 +254,7 @@ def test_a_run_that_needs_a_person_is_told_once_over_many_ticks_until_it_has_rec
     desk.end(ending, reason)
     assert desk.tick() == [kind]
     run = told(desk.folder)[0]["run"]
-    todo = f"to type: batchrun resume {run}"
+    todo = f"to type: {elsewhere(desk.folder, f'batchrun resume {run}')}"
     assert desk.text == f"sync: run {run} {words}.\nit broke\n{todo}"
     desk.end(ending, reason)
     assert [desk.tick(300), desk.tick(DAY)] == [[kind]] * 2
@@ -274,7 +295,7 @@ def test_each_question_of_a_run_is_told(project: Project) -> None:
     first, second = (event["text"] for event in told(project.folder))
     assert first == (
         f"sync: run {run} needs a person.\nIt asks for the approval 'one': first\n"
-        f'to type: batchrun approve {run} one --why "..."'
+        "to type: " + elsewhere(project.folder, f'batchrun approve {run} one --why "..."')
     )
     assert "It asks for the approval 'two': second" in second
 
@@ -285,7 +306,7 @@ def test_a_job_is_late_without_a_success_within_expect_every(desk: Desk) -> None
     assert [desk.tick(0.9 * DAY), desk.tick(0.2 * DAY), desk.tick(DAY)] == [[], *[["late"]] * 2]
     assert desk.text == (
         "sync is late: no success for 1d02h, one is expected every 1d00h.\n"
-        "to type: batchrun status sync"
+        f"to type: {elsewhere(desk.folder, 'batchrun status sync')}"
     )
     desk.end(Ending.SUCCEEDED)
     assert desk.tick() == ["late", "recovered"]
@@ -323,7 +344,7 @@ def test_a_job_is_late_under_maintenance_too_and_a_forgotten_one_is_told(desk: D
     assert late["why"].endswith("every 1d00h; maintenance is on, by ada.")
     assert overdue["text"] == (
         "Maintenance is overdue. It was to end at noon. It is on by ada.\n"
-        "to type: batchrun maintenance off"
+        f"to type: {elsewhere(desk.folder, 'batchrun maintenance off')}"
     )
     desk.lockfile = None
     assert [desk.tick(), desk.tick()] == [["late", "overdue", "recovered"]] * 2
@@ -419,6 +440,8 @@ def test_an_owner_that_is_frozen_is_told_with_what_thaws_it(project: Project) ->
     (event,) = told(project.folder)
     assert (event["run"], event["todo"]) == (run, f"kill -CONT {worker}")
     assert f"Process {worker} is stopped (SIGSTOP, or a debugger)." in event["why"]
+    busy = project.run("run", "sync")
+    assert (busy.code, busy.err.splitlines()[-1]) == (13, f"To let it go on: kill -CONT {worker}")
 
 
 def test_slow_batches_are_given_ten_times_their_usual_time(desk: Desk) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import apsw
 import pytest
@@ -277,12 +278,20 @@ def test_what_was_not_asked_or_is_answered_or_finished_cannot_be_approved(
     assert waiting.run("approve", "sync", "new prices").code == 2
     ended = waiting.run("approve", "sync", "new prices", "--why", " ")
     assert (ended.code, ended.err) == (2, '--why is empty.\nWrite: --why "REASON"\n')
+    ended = waiting.run("approve", "sync", "new prices", "--why", "...")
+    assert (ended.code, ended.err) == (2, "--why says nothing: '...'.\nWrite: --why TEXT\n")
     assert waiting.run("approve", "sync", "new prices", "--by", "Ada", "--why", "a").code == 0
     ended = waiting.run("approve", "sync", "new prices", "--why", "b")
     assert ended.code == 1
     assert ended.err.startswith(f"'new prices' of run {run} was approved already, by Ada.\nAt ")
     assert ended.err.endswith(": a\nNothing was changed.\n")
     assert asked(waiting) == [("new prices", "5 prices, the highest 9.99", "Ada", "a")]
+
+
+def test_an_approval_named_like_an_option_can_be_typed() -> None:
+    rest: dict[str, Any] = dict.fromkeys(batchrun.Run._fields)
+    run = batchrun.Run(**rest | {"id": "a1"})
+    assert batchrun.approve_line(run, "--help") == 'batchrun approve a1 --why "..." -- --help'
 
 
 def test_a_cancelled_run_cannot_be_approved(waiting: Project) -> None:

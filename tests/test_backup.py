@@ -116,7 +116,9 @@ def test_a_disk_that_is_too_small_for_the_copy_is_named(project: Project) -> Non
     small = ("/bin/sh", "-c", 'ulimit -f 64; exec "$@"', "-", *LAUNCH)
     refused = project.run("backup", "copy.db", launch=small)
     assert refused.code == 5
-    assert refused.err.startswith(f"The copy {project.folder}/.copy.db.")
+    said = f"The copy {project.folder}/copy.db cannot be written: "
+    assert refused.err.startswith(said), refused.err
+    assert "not an error" not in refused.err
     assert "No copy was made." in refused.err
     assert list(project.folder.glob("*copy*")) == []
 

@@ -194,7 +194,7 @@ def test_a_drain_stops_what_runs_at_its_next_safe_point_and_proves_it(shop: Proj
     assert ended.out == (
         "drain 1: nobody may write any more\n"
         f"  barrier     1, since {since} by {by} (deploy 1.4)\n"
-        "  unfinished  1 runs = 0 finished + 1 stopped + 0 awaiting + 0 deferred + 0 running"
+        "  unfinished  1 run = 0 finished + 1 stopped + 0 awaiting + 0 deferred + 0 running"
         " + 0 orphaned\n"
         f"  stopped     sync: run {run} at commit 3, paused (drain)\n"
         "  operations  0 of unknown outcome\n"
@@ -257,7 +257,7 @@ def test_a_drain_without_a_deadline_to_wait_for_names_who_still_runs(shop: Proje
         " them: batchrun drain --then interrupt"
     )
     assert total == (
-        "  unfinished  1 runs = 0 finished + 0 stopped + 0 awaiting + 0 deferred + 1 running"
+        "  unfinished  1 run = 0 finished + 0 stopped + 0 awaiting + 0 deferred + 1 running"
         " + 0 orphaned"
     )
     run = run_id(shop)

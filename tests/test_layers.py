@@ -18,23 +18,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
-    "Vocabulary": 600,
-    "Host": 820,
-    "Configuration": 1_165,
+    "Vocabulary": 605,
+    "Host": 835,
+    "Configuration": 1_235,
     "Checkpoints": 490,
-    "Ledger": 2_725,
+    "Ledger": 2_730,
     "Locks and maintenance": 445,
-    "Health": 900,
+    "Health": 910,
     "Jobs": 2_875,
     "Operations": 650,
-    "Recovery": 1_055,
+    "Recovery": 1_090,
     "Worker": 895,
     "Supervisor": 2_000,
-    "Reports": 1_540,
-    "Command line": 1_710,
+    "Reports": 1_565,
+    "Command line": 1_775,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 17_976  # must stay under
+LINES_IN_ALL = 18_218  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

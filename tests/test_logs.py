@@ -78,14 +78,39 @@ def test_every_line_has_a_time_and_a_level_also_one_that_a_library_or_a_child_wr
         "WARNING   in two lines",
         "ERR     to stderr",
         "OUT     half a line",
-        "OUT     from C",
-        "OUT     from a child",
+        "INFO    from C",
+        "INFO    from a child",
         "OUT     batch 2",
         "OUT     batch 3",
     ]
     assert [line[:24] for line in shown] == sorted(line[:24] for line in shown)
     raw = log_of(project).read_text().splitlines()
     assert [line for line in raw if not re.match(STAMP, line)] == ["from C", "from a child"]
+
+
+def test_a_log_that_cannot_be_read_is_told_of_once_and_the_rest_is_shown(project: Project) -> None:
+    write_job(project)
+    assert project.run("run", "talk").code == 0
+    log = log_of(project)
+    log.rename(log.with_suffix(".old"))
+    assert project.run("logs", "talk").code == 0  # it may be removed
+    log.symlink_to(log.with_suffix(".old"))
+    shown = project.run("logs", "talk")
+    why = f"The log {log} cannot be read: Too many levels of symbolic links.\n"
+    assert (shown.code, shown.err) == (3, why)
+    assert "batchrun: succeeded" in shown.out
+
+
+def test_what_a_library_writes_is_no_error_of_the_line_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_text("2026-01-31T01:00:00.000Z ERROR bad\nraw\n")
+    log = LogFile(path, "2026-01-31T00:00:00.000Z")
+    lines = list(log.new_lines(to_end=True))
+    log.close()
+    assert [(line.at[11:13], line.level, line.text) for line in lines] == [
+        ("01", "ERROR", "bad"),
+        ("01", "INFO", "raw"),
+    ]
 
 
 def test_what_batchrun_did_stands_between_what_the_job_said(project: Project) -> None:
@@ -116,7 +141,7 @@ def test_only_lines_of_a_level_and_since_a_moment_are_shown(project: Project) ->
     write_job(project, MANY_WAYS)
     assert project.run("run", "talk").code == 0
     warned = ["logged 7", "  in two lines", "to stderr"]
-    assert texts(project, "--level", "warning") == warned
+    assert texts(project, "--level", "warning") == texts(project, "--level", "WARN") == warned
     assert texts(project, "--level", "ERROR") == []
     assert len(texts(project, "--since", "1h")) == 9
     assert texts(project, "--since", "2999-01-01T00:00Z") == []

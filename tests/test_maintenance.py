@@ -213,10 +213,10 @@ def test_on_status_and_off_say_what_they_do(shop: Project, crowd: Crowd) -> None
     assert crowd.run("run other --when-blocked defer") == 75
     assert crowd.run("maintenance status") == 0
     waits = r"waits     other: run \w{10}, since " + moment
-    away = (
-        rf"  deferred  other: 1\n  refused   sync: 2\n  {waits}\nto type: batchrun resume --all\n"
-    )
-    assert re.fullmatch(on + away, crowd.said())
+    away = rf"  deferred  other: 1\n  refused   sync: 2\n  {waits}\n"
+    closed = "the tick begins them once it is off\n"
+    assert re.fullmatch(on + away + closed, crowd.said())
+    away += "to type: batchrun resume --all\n"
     assert crowd.run("maintenance off") == 0
     off = rf"since {moment} by ann \(deploy 1.4\), switched off\n"
     assert re.fullmatch(rf"maintenance is off; it was on for \d+s, {off}{away}", crowd.said()), (

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, Ended, Project
 from test_11_worker import run_row, write_job
 
-from batchrun import METRICS, render_metric, render_metrics
+from batchrun import LABEL, METRICS, render_metric, render_metrics
 
 OTHERS = (
     "build_info",
@@ -35,42 +35,42 @@ batchrun_maintenance 0
 batchrun_maintenance_overdue 0
 # HELP batchrun_last_success_timestamp_seconds When it succeeded last.
 # TYPE batchrun_last_success_timestamp_seconds gauge
-batchrun_last_success_timestamp_seconds{job="sync"} MOMENT
+batchrun_last_success_timestamp_seconds{batch_job="sync"} MOMENT
 # HELP batchrun_last_success_duration_seconds From begin to end of that run.
 # TYPE batchrun_last_success_duration_seconds gauge
-batchrun_last_success_duration_seconds{job="sync"} SECONDS
+batchrun_last_success_duration_seconds{batch_job="sync"} SECONDS
 # HELP batchrun_run_records Records read by the newest run.
 # TYPE batchrun_run_records gauge
-batchrun_run_records{job="sync"} 10
+batchrun_run_records{batch_job="sync"} 10
 # HELP batchrun_run_expected_records Records that its source has, if that is known.
 # TYPE batchrun_run_expected_records gauge
-batchrun_run_expected_records{job="sync"} 10
+batchrun_run_expected_records{batch_job="sync"} 10
 # HELP batchrun_run_rejected_records Records rejected by the newest run.
 # TYPE batchrun_run_rejected_records gauge
-batchrun_run_rejected_records{job="sync"} 0
+batchrun_run_rejected_records{batch_job="sync"} 0
 # HELP batchrun_run_paused_seconds For how long health kept the newest run paused.
 # TYPE batchrun_run_paused_seconds gauge
-batchrun_run_paused_seconds{job="sync"} 0.0
+batchrun_run_paused_seconds{batch_job="sync"} 0.0
 # HELP batchrun_skipped_starts Starts refused since the last success.
 # TYPE batchrun_skipped_starts gauge
-batchrun_skipped_starts{job="sync"} 0
-batchrun_skipped_starts{job="never"} 0
+batchrun_skipped_starts{batch_job="sync"} 0
+batchrun_skipped_starts{batch_job="never"} 0
 # HELP batchrun_open_operations External operations whose outcome is not known.
 # TYPE batchrun_open_operations gauge
-batchrun_open_operations{job="sync"} 0
-batchrun_open_operations{job="never"} 0
+batchrun_open_operations{batch_job="sync"} 0
+batchrun_open_operations{batch_job="never"} 0
 # HELP batchrun_open_rejects Rejected records that wait for a person.
 # TYPE batchrun_open_rejects gauge
-batchrun_open_rejects{job="sync"} 0
-batchrun_open_rejects{job="never"} 0
+batchrun_open_rejects{batch_job="sync"} 0
+batchrun_open_rejects{batch_job="never"} 0
 # HELP batchrun_late 1 if no success came within expect_every.
 # TYPE batchrun_late gauge
-batchrun_late{job="sync"} 0
-batchrun_late{job="never"} 0
+batchrun_late{batch_job="sync"} 0
+batchrun_late{batch_job="never"} 0
 # HELP batchrun_stalled 1 if the newest run has an owner and gets nothing done.
 # TYPE batchrun_stalled gauge
-batchrun_stalled{job="sync"} 0
-batchrun_stalled{job="never"} 0
+batchrun_stalled{batch_job="sync"} 0
+batchrun_stalled{batch_job="never"} 0
 # HELP batchrun_run_state 1 for its state.
 # TYPE batchrun_run_state gauge
 """
@@ -100,7 +100,9 @@ def test_the_metrics_of_a_job_that_succeeded_and_of_one_that_never_ran(project: 
     assert head == TEXT
     lines = sample(shown.out, "run_state")
     assert len(lines) == 18
-    assert [line for line in lines if line.endswith(" 1")] == ['{job="sync",state="succeeded"} 1']
+    assert [line for line in lines if line.endswith(" 1")] == [
+        '{batch_job="sync",state="succeeded"} 1'
+    ]
 
 
 def promtool() -> str:
@@ -144,7 +146,45 @@ def test_promtool_accepts_the_rules_of_the_readme(tmp_path: Path) -> None:
     words = [check, "check", "rules", str(rules)]
     checked = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
-    assert "4 rules found" in checked.stdout
+    assert "5 rules found" in checked.stdout
+
+
+SCRAPED = """
+rule_files: [rules.yml]
+evaluation_interval: 1h
+tests:
+  - interval: 1h
+    input_series:
+      - series: batchrun_last_success_timestamp_seconds{LABELS}
+        values: 0x60
+    alert_rule_test:
+      - {eval_time: 27h, alertname: BatchrunTooOld, exp_alerts: [{exp_labels: {WANTED}}]}
+      - {eval_time: 27h, alertname: BatchrunNeverSucceeded, exp_alerts: []}
+  - interval: 1h
+    alert_rule_test:
+      - eval_time: 27h
+        alertname: BatchrunNeverSucceeded
+        exp_alerts: [{exp_labels: {batch_job: inventory_sync}}]
+"""
+
+
+def test_the_rules_of_the_readme_fire_for_what_prometheus_makes_of_the_labels(
+    tmp_path: Path,
+) -> None:
+    check = promtool()
+    readme = (ROOT / "README.md").read_text()
+    (text,) = re.findall(r"^```yaml\n(groups:.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    (tmp_path / "rules.yml").write_text(text)
+    (*_, sample) = render_metric("late", "", [({LABEL: "inventory_sync"}, 1)])
+    ours = sample.partition("{")[2].partition("}")[0]
+    assert not re.search(r"\b(job|instance)=", ours)  # Prometheus has these, and renames ours
+    scraped = f'{ours},job="node",instance="h:9100"'
+    wanted = scraped.replace('="', ': "').replace(",", ", ")
+    tests = SCRAPED.replace("LABELS", scraped).replace("WANTED", wanted)
+    (tmp_path / "tests.yml").write_text(tests)
+    words = [check, "test", "rules", str(tmp_path / "tests.yml")]
+    checked = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, ""), checked.stdout
 
 
 def test_labels_are_escaped() -> None:
@@ -182,8 +222,11 @@ def test_a_folder_that_is_not_there_is_told_of(project: Project) -> None:
     write(project)
     assert project.run("run", "sync").code == 0
     ended = project.run("metrics", "--write", "nowhere")
-    assert (ended.code, ended.out) == (5, "")
-    assert ended.err.splitlines()[0] == "The system refused: No such file or directory: nowhere."
+    why = "nowhere/batchrun.prom cannot be written: No such file or directory.\n"
+    assert ended == Ended(2, "", why)
+    (project.folder / "taken" / "batchrun.prom").mkdir(parents=True)
+    ended = project.run("metrics", "--write", "taken")
+    assert ended == Ended(2, "", "taken/batchrun.prom cannot be written: Is a directory.\n")
 
 
 def test_doctor_finds_a_folder_that_the_metrics_cannot_be_written_to(project: Project) -> None:
@@ -201,21 +244,22 @@ def test_doctor_finds_a_folder_that_the_metrics_cannot_be_written_to(project: Pr
 
 def test_the_file_is_written_after_each_run_and_tick_and_never_fails_one(project: Project) -> None:
     write(project, 'metrics_folder = "textfiles"\n')
-    assert project.run("run", "sync") == Ended(0, "", "")
-    told = project.run("-v", "run", "sync")
-    assert told.code == 0
     folder = project.folder / "textfiles"
-    why = f"not everybody was told: [Errno 2] No such file or directory: {str(folder)!r}"
-    assert why in told.err
+    why = (
+        f"warning: metrics_folder: {folder}/batchrun.prom cannot be written:"
+        " No such file or directory. No run is changed by that.\n"
+    )
+    assert project.run("run", "sync") == Ended(0, "", why)
+    assert project.run("resume", "--all") == Ended(0, "", "")  # each five minutes: not from cron
+    assert why in project.run("-v", "resume", "--all").err
     folder.mkdir()
     path = folder / "batchrun.prom"
     assert project.run("run", "sync") == Ended(0, "", "")
     first = path.read_text()
     assert len(sample(first, "last_success_timestamp_seconds")) == 1
-    assert sample(first, "tick_timestamp_seconds") == []
     assert project.run("resume", "--all") == Ended(0, "", "")
     assert len(sample(path.read_text(), "tick_timestamp_seconds")) == 1
     assert run_row(project)[0] == "succeeded"
     path.unlink()
     path.mkdir()
-    assert project.run("run", "sync") == Ended(0, "", "")
+    assert project.run("run", "sync") == Ended(0, "", why.replace("No such file or", "Is a"))

@@ -112,6 +112,11 @@ def test_a_person_s_answer_is_recorded_only_with_apply_and_the_run_goes_on(
     run = post.begin(lookup)
     before = post.project.run("reconcile", run)
     assert (before.code, "unknown" in before.out) == (3, True)
+    lines = (f'{way} letter/d --why "..." --apply' for way in ("--confirm", "--absent"))
+    can = lookup not in ("None", "lambda key: look(key)")
+    typed = ["--lookup --apply"] * can + [f"{run} {line}" for line in lines]
+    listed = "\n     or: ".join(f"batchrun reconcile {line}" for line in typed)
+    assert before.out.endswith(f"\nto type: {listed}\n")
     answer = ("reconcile", run, "--absent", "letter/d", "--why", "I asked them")
     shown = post.project.run(*answer)
     assert (shown.code, "was not done" in shown.out) == (3, True)
@@ -343,7 +348,8 @@ def test_one_answer_is_for_all_keys_of_a_run_that_begin_alike(post: Post) -> Non
 def test_a_lookup_that_cannot_be_called_is_not_offered(post: Post, lookup: str) -> None:
     run = post.begin(lookup)
     ended = post.project.run("reconcile", run)
-    assert ended.out.endswith("type: batchrun reconcile --confirm KEY or --absent KEY, and --why\n")
+    first = f"to type: batchrun reconcile {run} --confirm letter/d "
+    assert (first in ended.out, "--lookup" in ended.out) == (True, False)
     (row,) = post.ask("reconcile", run)["operations"]
     assert row["can_look_up"] is False
 

@@ -12,7 +12,7 @@ import pytest
 from conftest import LAUNCH, Ended, Project, clean_environment, wait_for
 from test_11_worker import let_go, records, rows, run_row, start_held, write_job
 
-from batchrun import Host
+from batchrun import Host, typed_elsewhere
 
 # --- completion -----------------------------------------------------------------------------------
 
@@ -43,6 +43,9 @@ def test_names_of_commands_jobs_and_runs_are_completed(project: Project) -> None
         f"plain,{run}",
     ]
     assert completed(project, "backup", "co", BATCHRUN_CONFIG=config) == ["file,co"]
+    assert completed(project, "rejects", "re") == ["plain,retry"]
+    assert completed(project, "logs", "sync", "--level", "WAR") == ["plain,WARN", "plain,WARNING"]
+    assert completed(project, "unit", "--every", "m") == ["plain,monthly"]
     for shell in ("zsh", "fish"):
         assert "sync" in "".join(
             completed(project, "run", "s", shell=shell, BATCHRUN_CONFIG=config)
@@ -93,8 +96,12 @@ def test_the_termination_message_is_how_the_run_ended(project: Project, tmp_path
     write_job(project, "raise ValueError('token=S3cr3t ' + 3_000 * 'ü')")
     failed = project.run("run", "sync", env=with_message(message))
     assert failed.code == 1
-    assert message.read_text() == failed.err.rstrip("\n")
+    typed = typed_elsewhere(failed.err, project.folder / "batchrun.toml", "resume")
+    assert message.read_text() == typed.rstrip("\n")
     assert "S3cr3t" not in message.read_text()
+    write_job(project, "raise ValueError('\\x1b[2Jbell\\x07')")
+    assert project.run("run", "sync", env=with_message(message)).code == 1
+    assert "ValueError: \\x1b[2Jbell\\x07" in message.read_text()
 
 
 def test_a_termination_message_is_cut_between_two_letters(

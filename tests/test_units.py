@@ -12,6 +12,7 @@ import pytest
 from conftest import ROOT, Ended, Project
 from test_11_worker import records, write_job
 
+import batchrun
 from batchrun import (
     KILL_AFTER_INTERRUPT_S,
     ORPHAN_GRACE_S,
@@ -224,10 +225,6 @@ def test_install_writes_where_systemd_looks_and_only_over_its_own(
             ("sync", "--every", "daily\n[Service]"),
             "--every and --on-failure take one line of text.",
         ),
-        (
-            ("sync", "--cron", "--every", "Mon *-*-* 03:00:00"),
-            "--every is not the five fields of cron.",
-        ),
         (("sync", "--cron", "--install"), "--cron only prints a line."),
         (("sync", "--force"), "--force is for --install."),
     ],
@@ -238,6 +235,67 @@ def test_what_unit_would_not_heed_it_refuses(
     write_job(project)
     todo = "Nothing was written.\nSee: batchrun unit --help\n"
     assert project.run("unit", *words) == Ended(2, "", f"{what}\n{todo}")
+
+
+@pytest.mark.parametrize(
+    ("words", "example"),
+    [
+        (("--every", "whenever"), '"Mon..Fri 4:15"'),
+        (("--every", "Mon *-*-* 25:00"), '"Mon..Fri 4:15"'),
+        (("--cron", "--every", "Mon..Fri 4:15"), '"30 4 * * 1-5"'),
+        (("--cron", "--every", "61 4 * * *"), '"30 4 * * 1-5"'),
+    ],
+)
+@pytest.mark.parametrize("path", [None, ""])
+def test_an_every_at_which_nothing_can_start_is_refused(
+    project: Project,
+    words: tuple[str, ...],
+    example: str,
+    path: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if path is not None:
+        if "25:00" in words[-1]:
+            pytest.skip("without systemd nobody knows its hours")
+        monkeypatch.setenv("PATH", path)
+    write_job(project)
+    assert project.run("unit", "sync", *words) == Ended(
+        2,
+        "",
+        f"--every {words[-1]!r} is not when something can be started.\nNothing was written.\n"
+        f"Write hourly, daily, weekly, monthly, or for example {example}.\n",
+    )
+
+
+def test_the_five_fields_of_cron_are_known_within_their_bounds() -> None:
+    for text in ("* * * * *", "*/5 0-23/2 1,15 jan-DEC 7", "59 23 31 12 mon-fri", "0 4 * * sun,6"):
+        assert batchrun.is_cron(text), text
+    for text in ("* * * *", "60 * * * *", "* 24 * * *", "* * 0 * *", "* * * 13 *", "* * * * 8"):
+        assert not batchrun.is_cron(text), text
+    for text in ("5-1 * * * *", "*/0 * * * *", "a * * * *", "1- * * * *", ", * * * *", "@daily"):
+        assert not batchrun.is_cron(text), text
+
+
+def test_two_folders_of_one_name_have_units_of_their_own(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    units, paths = tmp_path / "units", list[Path]()
+    monkeypatch.setattr(batchrun.Host, "unit_folder", units)
+    asked: dict[str, Any] = {"tick": False, "every": None, "cron": False, "on_failure": None}
+    for name in ("one", "two"):
+        folder = tmp_path / name / "shop"
+        folder.mkdir(parents=True, mode=0o700)
+        write_job(Project(folder, project.outputs))
+        paths.append(folder / "batchrun.toml")
+    for path in (*paths, *paths):
+        app = App()
+        app.take(str(path))
+        assert unit_command(app, job="sync", install=True, force=True, **asked) == ExitCode.DONE
+    texts = {path.name: path.read_text() for path in units.glob("*.service")}
+    (first, own), second = sorted(texts, key=len), "batchrun-shop-sync.service"
+    assert first == second
+    assert re.fullmatch(r"batchrun-shop-[0-9a-f]{8}-sync\.service", own)
+    assert [f"of {paths[0]}\n" in texts[first], f"of {paths[1]}\n" in texts[own]] == [True, True]
 
 
 def test_a_job_that_is_not_configured_has_no_unit(project: Project) -> None:
