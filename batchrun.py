@@ -120,6 +120,8 @@ if not TYPE_CHECKING:
         __slots__ = ()
 
         def __new__(cls, *values, **named):  # noqa: ANN002, ANN003, ANN204, D102
+            if len(values) == len(cls._fields) and not named:
+                return tuple.__new__(cls, values)
             rest = cls._fields[len(values) :]
             given = cls._field_defaults | named
             if len(values) > len(cls._fields) or not named.keys() <= set(rest) <= given.keys():
