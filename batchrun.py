@@ -3953,11 +3953,14 @@ class Ledger:
             raise ledger_letter(error, self.path, self._host, told) from error
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self, run: Run | None = None, generation: int = 0) -> Iterator[None]:
         """Hold the write lock for one transaction; OutcomeUnknown if the COMMIT itself raised."""
         with self._letters():
             self._sql("BEGIN IMMEDIATE")
             try:
+                sql = "SELECT 1 FROM run WHERE key = ? AND generation = ?"
+                if run is not None and not self._sql(sql, (run.key, generation)).fetchone():
+                    raise lost_ownership(run, generation)
                 yield
             except BaseException:
                 self._roll_back()
@@ -5486,14 +5489,9 @@ class Ledger:
         sql = "UPDATE run SET generation = generation + 1 WHERE key = ? RETURNING generation"
         return int(self._sql(sql, (run.key,)).fetchone()[0])
 
-    @contextlib.contextmanager
-    def _owning(self, run: Run, generation: int) -> Iterator[None]:
+    def _owning(self, run: Run, generation: int) -> contextlib.AbstractContextManager[None]:
         """Hold the write lock as the run's owner of this generation, or raise LostOwnership."""
-        with self._writing():
-            sql = "SELECT 1 FROM run WHERE key = ? AND generation = ?"
-            if self._sql(sql, (run.key, generation)).fetchone() is None:
-                raise lost_ownership(run, generation)
-            yield
+        return self._writing(run, generation)
 
     def _insert(self, table: str, **columns: object) -> int:
         """Insert a row and return its rowid; lists and dicts become JSON."""
