@@ -120,6 +120,8 @@ if not TYPE_CHECKING:
         __slots__ = ()
 
         def __new__(cls, *values, **named):  # noqa: ANN002, ANN003, ANN204, D102
+            if len(values) == len(cls._fields) and not named:
+                return tuple.__new__(cls, values)
             rest = cls._fields[len(values) :]
             given = cls._field_defaults | named
             if len(values) > len(cls._fields) or not named.keys() <= set(rest) <= given.keys():
@@ -3951,11 +3953,14 @@ class Ledger:
             raise ledger_letter(error, self.path, self._host, told) from error
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self, run: Run | None = None, generation: int = 0) -> Iterator[None]:
         """Hold the write lock for one transaction; OutcomeUnknown if the COMMIT itself raised."""
         with self._letters():
             self._sql("BEGIN IMMEDIATE")
             try:
+                sql = "SELECT 1 FROM run WHERE key = ? AND generation = ?"
+                if run is not None and not self._sql(sql, (run.key, generation)).fetchone():
+                    raise lost_ownership(run, generation)
                 yield
             except BaseException:
                 self._roll_back()
@@ -5484,14 +5489,9 @@ class Ledger:
         sql = "UPDATE run SET generation = generation + 1 WHERE key = ? RETURNING generation"
         return int(self._sql(sql, (run.key,)).fetchone()[0])
 
-    @contextlib.contextmanager
-    def _owning(self, run: Run, generation: int) -> Iterator[None]:
+    def _owning(self, run: Run, generation: int) -> contextlib.AbstractContextManager[None]:
         """Hold the write lock as the run's owner of this generation, or raise LostOwnership."""
-        with self._writing():
-            sql = "SELECT 1 FROM run WHERE key = ? AND generation = ?"
-            if self._sql(sql, (run.key, generation)).fetchone() is None:
-                raise lost_ownership(run, generation)
-            yield
+        return self._writing(run, generation)
 
     def _insert(self, table: str, **columns: object) -> int:
         """Insert a row and return its rowid; lists and dicts become JSON."""
@@ -8924,14 +8924,12 @@ class Context(Generic[S]):
         records = list(batch)
         keys = [idempotency_key(record) for record in records]
         made = zip(keys, [(record,) for record in records], strict=True)
-        done = self._operated(list(made), how)
-        failed = [each for each in done if each.error is not None]
-        if failed and on_error == "raise":
-            raise cast("BaseException", failed[0].error)
-        for record, each in zip(records, done, strict=True):
+        pairs = list(zip(records, self._operated(list(made), how), strict=True))
+        for record, each in pairs:
             if each.error is not None:
+                if on_error == "raise":
+                    raise each.error
                 self._current.reject(record, each.error)
-        pairs = zip(records, done, strict=True)
         return [(record, each.result) for record, each in pairs if each.error is None]
 
     def _operated(self, wanted: list[tuple[str, tuple[Any, ...]]], how: How) -> list[Claim]:
@@ -10319,6 +10317,7 @@ def _plain_argument(value: Any) -> Any:
 
 
 _canonical = _encoder(sort_keys=True, default=_plain_argument).encode
+_from_json = json.JSONDecoder().raw_decode  # half the time of json.loads
 
 
 class Crew:
@@ -10535,8 +10534,6 @@ class Operations:
         """Do what was never done under these keys; say of each what became of it, in order."""
         claims = self._claims_for(wanted)
         known = self._ledger.operations_with(self._run.job, claims)
-        receipts = json.loads(f"[{','.join([row.receipt or 'null' for row in known.values()])}]")
-        receipt_of = dict(zip(known, receipts, strict=True))
         unknown, todo = dict[Claim, Operation](), deque[Claim]()
         for key, claim in claims.items():
             row = known.get(key)
@@ -10549,7 +10546,7 @@ class Operations:
             if row.outcome is None:
                 unknown[claim] = row
             else:
-                claim.result = receipt_of[key]
+                claim.result = _from_json(row.receipt or "null")[0]
                 claim.counts_as = self._known(row, number)
         if unknown:
             todo.extend(self._find_out(unknown, number, how))
@@ -10575,12 +10572,12 @@ class Operations:
         """Return a claim for each key; the same key twice is one operation."""
         claims: dict[str, Claim] = {}
         for key, arguments in wanted:
-            is_text = type(key) is str and key.isprintable()
-            if not (is_text and 0 < len(key) <= KEY_MAX_CHARS):
+            if type(key) is not str or not 0 < len(key) <= KEY_MAX_CHARS or not key.isprintable():
                 raise broken("no key", key=repr(key)[:KEY_MAX_CHARS], most=KEY_MAX_CHARS)
             digest = digest_of(key, arguments)
-            before = claims.setdefault(key, Claim(key, arguments, digest))
-            if before.digest != digest:
+            if key not in claims:
+                claims[key] = Claim(key, arguments, digest)
+            elif claims[key].digest != digest:
                 raise self._reused(None, key)
         return claims
 
@@ -10668,11 +10665,11 @@ class Operations:
 
     def receipt_text(self, claim: Claim) -> str | None:
         """Return a receipt as JSON; None if it is not the same there."""
-        with contextlib.suppress(TypeError, ValueError, RecursionError):
+        try:
             text = _compact(claim.result)
-            if json.loads(text) == claim.result:
-                return text
-        return None
+            return text if _from_json(text)[0] == claim.result else None
+        except (TypeError, ValueError, RecursionError):
+            return None
 
     def _wait_until(self, moment: float) -> None:
         """Wait, as a place to stop."""

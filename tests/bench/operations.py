@@ -2,9 +2,10 @@
 
     python tests/bench/operations.py [--keys 5000] [--known 1000000]
 
-once_each and once with an instant call, against the calls alone and against one fdatasync a claim
-(no claim is made without one); calls of 20 ms with 8 workers against the ideal; and how long it
-takes to learn that a batch of known keys is recorded. Nothing here asserts.
+once_each and once with an instant call, against what SQLite alone takes for the same rows in the
+same transactions, and against one fdatasync a claim (no claim is made without one); calls of 20 ms
+with 8 workers against the ideal; and how long it takes to learn that a batch of known keys is
+recorded. Nothing here asserts.
 """
 
 import argparse
@@ -85,6 +86,26 @@ def synced_s(folder: Path, times: int) -> float:
     return time.perf_counter() - began
 
 
+def bare_s(folder: Path, keys: int, at_once: int) -> tuple[float, float]:
+    """Return how long SQLite alone takes for as many claims and outcomes: in all, and of CPU."""
+    ledger = batchrun.open_ledger(folder / "state/ledger.db", batchrun.Host(), create=False)
+    run, connection, at = ledger.latest("push"), ledger._connection, batchrun.Host().now()
+    assert run is not None
+    began, used = time.perf_counter(), time.process_time()
+    for first in range(0, keys, at_once):
+        names = [f"bare/{at_once}/{n}" for n in range(first, min(first + at_once, keys))]
+        rows = [(run.job, name, bytes(32), run.key, 1, 1, None, 0, at) for name in names]
+        connection.execute("PRAGMA synchronous = FULL; BEGIN IMMEDIATE")
+        ids = [row[0] for row in connection.executemany(batchrun.CLAIM, rows)]
+        connection.execute("COMMIT; PRAGMA synchronous = NORMAL; BEGIN IMMEDIATE")
+        told = [("done", '{"id": 1}', at, None, None, row) for row in ids]
+        connection.executemany(batchrun.OUTCOME, told)
+        connection.execute("COMMIT")
+    took = time.perf_counter() - began, time.process_time() - used
+    ledger.close()
+    return took
+
+
 def fill(folder: Path, known: int) -> None:
     """Record so many operations as done."""
     ledger = batchrun.open_ledger(folder / "state/ledger.db", batchrun.Host(), create=False)
@@ -122,11 +143,18 @@ def main() -> None:
         synced = synced_s(folder, keys)
         each, once = (took_s(folder, first=n, once=n > 1) for n in (1, 10_000_001))
         (slow, _), ideal = took_s(folder, first=20_000_001, sleep_s=0.02), keys * 0.02 / 8
+        bare, bare_once = (bare_s(folder, keys, at_once) for at_once in (batchrun.SLICE, 1))
         fill(folder, asked.known)
         again = took_s(folder, first=asked.known // 2)
-    rows = ((f"once_each, {keys:,} instant calls", each, 60), (f"once, {keys:,}", once, 400))
-    for name, (wall, cpu), wanted in (*rows, (f"{keys:,} of {asked.known:,} known", again, 50)):
-        print(f"{name:36}{wall * 1000:8.0f} ms, CPU {cpu * 1000:6.0f} ms ({wanted} are wanted)")
+    alone = "  the same rows by SQLite alone"
+    for name, (wall, cpu), beside in (
+        (f"once_each, {keys:,} instant calls", each, "60 are wanted"),
+        (alone, bare, f"{each[1] / bare[1]:.2f} times its CPU is taken"),
+        (f"once, {keys:,}", once, "400 are wanted"),
+        (alone, bare_once, f"{once[1] / bare_once[1]:.2f} times its CPU is taken"),
+        (f"{keys:,} of {asked.known:,} known", again, "50 are wanted"),
+    ):
+        print(f"{name:36}{wall * 1000:8.0f} ms, CPU {cpu * 1000:6.0f} ms ({beside})")
     print(f"once: {once[0] / synced:.2f} times one fdatasync a claim, {synced * 1000:.0f} ms")
     print(f"20 ms calls: {slow:.2f} s, {slow / ideal:.3f} times the ideal (1.15 is wanted)")
 
