@@ -16081,9 +16081,11 @@ def number_text(amount: float | None) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """Return a time for people, `85 ms`, `2.5 s`, `3m20s`, or `-`."""
-    if seconds is None or seconds >= 60:
-        return "-" if seconds is None else duration_text(seconds)
+    """Return a time for people, `85 ms`, `2.5 s`, `3m20s`, or `-`, as over a clock set back."""
+    if seconds is None or seconds < 0:
+        return "-"
+    if seconds >= 60:
+        return duration_text(seconds)
     return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{seconds * 1000:.3g} ms"
 
 

@@ -405,7 +405,7 @@ def test_a_cleanup_that_failed_in_a_run_that_succeeded_can_be_called_by_hand(sho
     assert shop.run().code == 3
     shop.write()
     ended = shop.run("cancel", shop.run_id())
-    assert (ended.code, ended.out) == (0, f"run {shop.run_id()} of sync is succeeded\n"), ended
+    assert (ended.code, ended.out) == (0, f"run {shop.run_id()} of sync has succeeded\n"), ended
     shop.require_all_clean()
 
 
