@@ -2906,6 +2906,8 @@ def encode_cursor(value: object) -> str:
     Raises:
         CursorError: a type without an encoding, NaN or infinity, or more than 64 KB.
     """
+    if type(value) is int and abs(value) < PLAIN_INT_MAX:  # of most jobs, three times a commit
+        return str(value)
     try:
         text = _compact(_to_plain(value))
         size = len(text.encode())

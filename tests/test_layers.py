@@ -21,7 +21,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Vocabulary": 605,
     "Host": 835,
     "Configuration": 1_235,
-    "Checkpoints": 490,
+    "Checkpoints": 495,
     "Ledger": 2_725,
     "Locks and maintenance": 445,
     "Health": 910,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 1_775,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 18_217  # must stay under
+LINES_IN_ALL = 18_219  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
