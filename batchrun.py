@@ -37,16 +37,17 @@ The sections, bottom first; each uses only what stands above it:
      7. Health                    readings and answers in, verdict out; probes
      8. Jobs                      what a job is, and what it is given; targets and sources
      9. Operations                effects in the outside world, each under a key, once ever
-    10. Recovery                  what a start finds, and what makes it agree
+    10. Recovery                  what is found at rest: agrees, is kept, is fit, may go on
     11. Worker                    one attempt: gate, batch, commit, cleanup
-    12. Supervisor                admission, attempts, retries, endings
-    13. Reports                   rows to text, JSON, Markdown and HTML
+    12. Supervisor                admission, attempts, retries, endings; drains, alerts
+    13. Reports                   rows to text, JSON, Markdown and HTML; units
     14. Command line              words to calls
 
 Twenty minutes of reading: the comment at the head of section 11 (the commit), the one of section 4
 (the file), `Ledger.commit`; `VERDICTS` in section 10 (what a start finds) and `REPLIES` there (who
-goes on with what stopped), `Ledger.admit`; then `Context.batches` and `Worker.drive`. The head of
-every section says its rules before the code does.
+goes on with what stopped), `Ledger.admit`; then `Context.batches` and `Worker.drive`; for effects
+outside the comment at the head of section 9 and `Operations.perform`. The head of every section
+says its rules before the code does.
 """
 
 from __future__ import annotations
@@ -5349,7 +5350,7 @@ class Ledger:
         """
         with self._writing():
             run = self._known_or_made(checkpoint, who)
-            lost = f"commits {run.number + 1} to {checkpoint.number - 1} have no rows"
+            lost = gap_text(run.number + 1, checkpoint.number - 1)
             generation = max(run.generation, checkpoint.generation + 1)
             before = {"generation": generation, "number": checkpoint.number - 1}
             self._set_run(run, **before)
@@ -5828,6 +5829,13 @@ def uri_to_read(path: Path) -> str:
     """
     way = "readonly_shm=1" if beside(path, "-shm").exists() else "immutable=1"
     return f"{path.absolute().as_uri()}?mode=ro&{way}"
+
+
+def gap_text(first: int, last: int) -> str:
+    """Return which commits have no row; an event of a repair, and what `check` compares with it."""
+    if first == last:
+        return f"commit {first} has no row"
+    return f"commits {first} to {last} have no rows"
 
 
 def is_missing(path: Path) -> bool:
@@ -10899,13 +10907,17 @@ def no_fresh_start(run: Run, unknown: Sequence[Operation]) -> PersonNeeded:
 
 
 # ======================================================================================
-# 10. Recovery: make ledger, checkpoint and locks agree
+# 10. Recovery: what is found at rest: whether it agrees, is kept, is fit, and may go on
 # ======================================================================================
 #
 # What a start finds, first row that applies. Nothing is written before the verdict; the admission
 # then does what it says, in its own transaction. Nothing here ever begins at record 1 silently.
 # What a start refuses, `repair` mends: it copies everything aside, then lets the ledger stand where
 # the checkpoints do.
+#
+# A copy (`backup`) is one snapshot, verified before it has its name. What is let go (`prune`) is
+# finished, old, and nothing that a resume, an answer or a rollback may still need. `doctor` only
+# looks: each of its rows is a reason for which a run may not begin, or may not end.
 #
 # Whether a start goes on with an unfinished run at all is said by one table, REPLIES, which the
 # admission, the tick and `status` share.
@@ -11129,7 +11141,7 @@ def check(
 def gaps_of(ledger: Ledger, run: Run) -> list[tuple[str, Event | None]]:
     """Return which commits of a run have no row, and the event by which a repair accepted that."""
     repairs = {event.why.partition("; ")[2]: event for event in ledger.events(run, what="repaired")}
-    gaps = [f"commits {first} to {last} have no rows" for first, last in ledger.gaps(run)]
+    gaps = [gap_text(first, last) for first, last in ledger.gaps(run)]
     return [(gap, repairs.get(gap)) for gap in gaps]
 
 
@@ -12881,7 +12893,7 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 
 
 # ======================================================================================
-# 12. Supervisor: admission, attempts, endings
+# 12. Supervisor: admission, attempts, endings; telling; what is done to a run from outside
 # ======================================================================================
 #
 # A supervisor owns one job's lock, admits one run, and watches one worker at a time. It has no job
@@ -12976,6 +12988,9 @@ KILL_AFTER_INTERRUPT_S = 10.0  # or stop_grace again, if that is less
 RETRY_FACTOR = 4  # each wait is so much longer than the one before
 ORPHAN_GRACE_S = 2.0
 DEFER_WAIT_S = 5.0  # for the lock, which another start that is stored holds for a moment
+
+
+# -- telling people ------------------------------------------------------------------------------
 
 
 def troubles(
@@ -13141,6 +13156,9 @@ def ping_of(run: Run | None, launch: Launch, code: ExitCode) -> list[Alert]:
     failed = code in (ExitCode.FAILED, ExitCode.PERSON_NEEDED)
     failed |= code in (ExitCode.USAGE, ExitCode.STATE_DIRECTORY)
     return [Alert("ping fail", job, job, name, f"{job}: exit {int(code)}.")] if failed else []
+
+
+# -- one job's run, from a start to its rest -----------------------------------------------------
 
 
 def sent_tests(config: Config, job: str | None, host: Host) -> Iterator[Examined]:
@@ -14880,7 +14898,7 @@ def is_owned(state: StateDirectory, job: str) -> bool:
 
 
 # ======================================================================================
-# 13. Reports: rows to text, JSON, Markdown and HTML; pure
+# 13. Reports: rows to text, JSON, Markdown and HTML; units of systemd and cron; pure
 # ======================================================================================
 #
 # Everything here turns rows into words and changes nothing. A summary is one JSON document; its

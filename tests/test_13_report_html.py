@@ -367,6 +367,14 @@ def test_a_report_of_100000_batches_fetches_few_rows_and_is_a_small_page(tmp_pat
     Page(text)
 
 
+def test_no_span_of_time_is_shorter_than_five_batches(tmp_path: Path) -> None:
+    """Else the plot of a steady run would show where spans begin, and no change of its rate."""
+    with long_run(tmp_path, 100) as ledger:
+        course = ledger.course(ledger.run(1))
+    assert course["span_s"] == pytest.approx(5.0, rel=0.02)
+    assert {span["batches"] for span in course["spans"][1:-1]} <= {4, 5, 6}
+
+
 # --- a comparison of runs -------------------------------------------------------------------------
 
 

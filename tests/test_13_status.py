@@ -460,6 +460,10 @@ def test_a_small_screen_keeps_the_head_and_the_newest_events() -> None:
     assert batchrun.frame(head, tail, 80, 4) == ["one", "two", "4", "5"]
     assert batchrun.frame(head, tail, 80, 9) == ["one", "two", "3", "4", "5"]
     assert batchrun.frame(head, tail, 2, 1) == [".."]
+    assert batchrun.frame(list("abcdef"), [], 80, 4) == [
+        *"abc",
+        "... and 3 lines more: batchrun status",
+    ]
     assert batchrun.frame(["\x1b[2J"], [], 80, 4) == ["\\x1b[2J"]
 
 

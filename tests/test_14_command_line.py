@@ -736,7 +736,7 @@ def test_a_ledger_that_is_none_is_made_anew_also_without_checkpoints(shop: Proje
     for checkpoint in (shop.folder / "state/checkpoints").glob("*/*"):
         checkpoint.unlink()
     ledger.write_bytes(b"SQLite format 3\0" + bytes(4080))
-    assert shop.run("run", "count").code in (5, 13)
+    assert shop.run("run", "count").code == 13
     assert shop.run("repair").code == 3
     assert shop.run("repair", "--apply").code == 0
     assert shop.run("run", "count") == Ended(0, "", "")

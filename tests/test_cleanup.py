@@ -182,6 +182,35 @@ def test_recorded_cleanups_and_other_releases_run_in_one_reverse_order(shop: Sho
     assert re.search(f"Recorded cleanups\n(?:.*\n){{3}}{line}", report), report
 
 
+OF_RUN = "[ctx.on_finish(drop, table=f'scratch_{n}') for n in (8, 9)]"
+
+
+def test_what_belongs_to_the_run_is_released_after_all_else_and_in_reverse_order(
+    shop: Shop,
+) -> None:
+    shop.write(before=OF_RUN)
+    assert shop.run().code == 0
+    assert shop.done() == [*IN_ORDER, "dropped scratch_9", "dropped scratch_8"]
+
+
+def test_what_belongs_to_the_run_outlives_an_attempt_that_fails(shop: Shop) -> None:
+    shop.write(before=OF_RUN, inside="1 / 0")
+    assert shop.run().code == 1
+    assert (shop.done(), shop.pending()) == (IN_ORDER, 2)
+    shop.write(before=OF_RUN)
+    assert shop.run().code == 0
+    assert shop.done() == [*IN_ORDER, "dropped scratch_9", "dropped scratch_8"]
+    assert shop.pending() == 0
+
+
+def test_a_cancel_releases_what_belongs_to_the_run_in_reverse_order(shop: Shop) -> None:
+    shop.write(before=OF_RUN, inside="1 / 0")
+    shop.run()
+    assert shop.done() == IN_ORDER
+    assert shop.run("cancel", "sync").code == 0
+    assert shop.done() == ["dropped scratch_9", "dropped scratch_8"]
+
+
 WAITS: dict[str, dict[str, str]] = {
     "before batch 1": {"before": "hold('go')"},
     "in a batch": {"inside": "hold('go')"},

@@ -137,7 +137,7 @@ def test_a_rollback_shows_again_what_was_shown_before(shop: Shop) -> None:
 def test_what_a_run_pushed_that_was_given_up_is_pushed_over(shop: Shop) -> None:
     shop.push()
     shop.sql("UPDATE stock SET quantity = quantity + 100")
-    env = {**clean_environment(), "BATCHRUN_TEST_POINT": "commit.begun@3=kill-both"}
+    env = {**clean_environment(), "BATCHRUN_TEST_POINT": "target.commit@3=kill-both"}
     assert shop.project.run("run", "stock_push", env=env).code == -9
     wait_for(lambda: not shop.project.living(), "the worker to be gone")
     assert shop.project.run("cancel", "stock_push").code == 0

@@ -22,19 +22,19 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Host": 835,
     "Configuration": 1_235,
     "Checkpoints": 495,
-    "Ledger": 2_725,
+    "Ledger": 2_735,
     "Locks and maintenance": 445,
     "Health": 910,
     "Jobs": 2_875,
     "Operations": 650,
-    "Recovery": 1_090,
+    "Recovery": 1_095,
     "Worker": 895,
-    "Supervisor": 2_000,
+    "Supervisor": 2_005,
     "Reports": 1_565,
     "Command line": 1_775,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 18_219  # must stay under
+LINES_IN_ALL = 18_237  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

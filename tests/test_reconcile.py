@@ -21,6 +21,7 @@ retry_for = "0"
 # two functions of the module, by one that no other process can find, or not at all.
 JOB = """\
 import os
+import time
 from functools import partial
 from pathlib import Path
 from batchrun import CannotTell, job
@@ -36,6 +37,8 @@ def post(key, letter):
     return {{"number": len(POSTED.read_text().split())}}
 
 def look(key):
+    with open("asked.txt", "a") as file:
+        print(key, time.monotonic(), file=file)
     if Path("closed").exists():
         raise CannotTell("the office is closed")
     if Path("deadly").exists():
@@ -147,9 +150,13 @@ def test_lookups_find_what_was_done_and_what_was_not(post: Post, lookup: str) ->
         "letter/d": "confirmed",
         "letter/e": "freed",
     }
+    (post.project.folder / "asked.txt").unlink()
     ended = post.project.run("reconcile", run, "--lookup", "--apply")
     assert ended.code == 0
     assert "push: 1 are absent; asked again in 1 s" in ended.err
+    asked = (post.project.folder / "asked.txt").read_text().splitlines()
+    first, again = (float(line.split()[1]) for line in asked if line.startswith("letter/e"))
+    assert again - first >= 1  # settle
     assert post.project.run("resume", "--all").code == 0
     assert sorted(post.posted()) == list("abcdefghi")
 
