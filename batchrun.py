@@ -3641,8 +3641,6 @@ MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error
     OR (request = 'drain' AND :to NOT IN ('reserved', 'running')), NULL, request),
   deferred = iif(:ends OR :to = 'reserved', NULL, deferred)
   WHERE key = :key AND state = :state RETURNING 1"""
-CLEANUPS = """SELECT c.id, r.id, r.job, c.function, c.arguments, c.made_at, c.done_at, c.error,
-  c.elapsed_s, c.of_run FROM cleanup c JOIN run r ON r.key = c.run WHERE"""
 CUT_OFF = "the process ended during the call"
 # The outcome of an open operation, or why it is open still; and a claim, also of a freed key.
 OUTCOME = """UPDATE operation SET outcome = ?, receipt = ?, ended_at = ?, who = ?, why = ?
@@ -3657,11 +3655,16 @@ DONE, CONFIRMED, FREED = "done", "confirmed", "freed"
 DELIVERY_TRIES, DELIVERIES_AT_ONCE = 12, 32
 TRIED = "SELECT count(*), coalesce(max(at), '') FROM delivery WHERE alert = ? AND way = ?"
 DELIVERY_WAITS_S = (60, 240, 960, 3600)  # between two tries; the last one again and again
+EVENTS = """(SELECT e.id, e.at, r.id AS run, e.job, e.who, e.what, e.why, e.run AS key
+  FROM event e LEFT JOIN run r ON r.key = e.run)"""
+CLEANUPS = """(SELECT c.id, r.id AS run, r.job, c.function, c.arguments, c.made_at, c.done_at,
+  c.error, c.elapsed_s, c.of_run, c.run AS key, r.state
+  FROM cleanup c JOIN run r ON r.key = c.run)"""
 # The rejects of a run (?1) and of its retries, numbered over all of them.
-REJECTS = """SELECT * FROM (
-  SELECT row_number() OVER (ORDER BY j.run, j.number, j.place) AS id, r.id AS run, j.number,
-    j.generation, j.place, j.loop, j.record, j.reason, j.at, j.value, j.raw, j.record_number,
-    j.tries, j.state, n.id AS retry, j.why, j.run AS key
+REJECTS = """(SELECT row_number() OVER (ORDER BY j.run, j.number, j.place) AS id, r.id AS run,
+    j.number, j.generation, j.place, j.loop, j.record, j.reason, j.at, j.value, j.raw,
+    j.record_number, j.tries, j.state, n.id AS retry, j.why, j.run AS key,
+    json_array(j.run, j.number, j.place) AS spot
   FROM reject j JOIN run r ON r.key = j.run LEFT JOIN run n ON n.key = j.retry
   WHERE j.confirmed AND j.run IN (SELECT key FROM run WHERE id = ?1 OR retry_of = ?1))"""
 # What is remembered and not undone: key of the run r, number and image of its batch b.
@@ -3858,19 +3861,22 @@ def after_ending(run: Run, attempt: Attempt) -> After:
     return After(state, reason, attempt.error or "")
 
 
-TABLES: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch"}
-TABLES |= {Barrier: "barrier", Reading: "reading", HealthCheck: "health_check"}
-TABLES |= {Approval: "approval", Drain: "drain", Operation: "operation", Alert: "alert"}
+READ_FROM: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch", Event: EVENTS}
+READ_FROM |= {Barrier: "barrier", Reading: "reading", HealthCheck: "health_check"}
+READ_FROM |= {Approval: "approval", Drain: "drain", Operation: "operation", Alert: "alert"}
+READ_FROM |= {Cleanup: CLEANUPS, RejectRow: REJECTS}
 READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> value of a column
     "RunState": RunState,
     "ProcessIdentity": lambda text: ProcessIdentity(**json.loads(text)),
     "ProcessIdentity | None": lambda text: text and ProcessIdentity(**json.loads(text)),
     "dict[str, int]": json.loads,
     "dict[str, str]": json.loads,
+    "dict[str, Any]": json.loads,
     "list[dict[str, Any]]": json.loads,
     "list[str]": json.loads,
     "Sequence[str]": json.loads,
     "dict[str, Any] | None": lambda text: text and json.loads(text),
+    "tuple[int, int, int]": lambda text: tuple(json.loads(text)),
 }
 
 
@@ -3991,9 +3997,9 @@ class Ledger:
             return cast("list[Any]", self._sql(sql, bindings).fetchall())
 
     def _all(self, kind: type[T], where: str, *bindings: object) -> list[T]:
-        """Return the rows of one table."""
+        """Return the rows of one class."""
         notes = kind.__annotations__
-        rows = self._rows(f"SELECT {', '.join(notes)} FROM {TABLES[kind]} {where}", *bindings)
+        rows = self._rows(f"SELECT {', '.join(notes)} FROM {READ_FROM[kind]} {where}", *bindings)
         reads = [READ_AS.get(note) for note in notes.values()]
         if not any(reads):
             return [kind(*row) for row in rows]
@@ -4066,19 +4072,18 @@ class Ledger:
 
     def rejects(self, run: Run) -> list[RejectRow]:
         """Return the rejects of a run and of its retries, by id; of a retry: of its whole kin."""
-        rows = self._rows(f"{REJECTS} ORDER BY id", run.retry_of or run.id)
-        return [_reject_row(row) for row in rows]
+        return self._all(RejectRow, "ORDER BY id", run.retry_of or run.id)
 
     def rejects_taken_up(
         self, run: Run, loop: str, after: tuple[int, int, int] | None, limit: int
     ) -> list[RejectRow]:
         """Return the rejects of one loop that a retry has taken up, behind a spot, in order."""
-        rows = self._rows(
-            f"{REJECTS} WHERE retry = ?2 AND loop = ?3 AND state = 'open'"
-            " AND (key, number, place) > (?4, ?5, ?6) ORDER BY id LIMIT ?7",
-            *(run.retry_of, run.id, loop, *(after or (0, 0, -1)), limit),
+        where = (
+            "WHERE retry = ?2 AND loop = ?3 AND state = 'open'"
+            " AND (key, number, place) > (?4, ?5, ?6) ORDER BY id LIMIT ?7"
         )
-        return [_reject_row(row) for row in rows]
+        behind = after or (0, 0, -1)
+        return self._all(RejectRow, where, run.retry_of, run.id, loop, *behind, limit)
 
     def runs_with_open_rejects(self) -> list[tuple[Run, int]]:
         """Return the runs of which rejects wait for a person, and how many, a retry's own too."""
@@ -4198,27 +4203,25 @@ class Ledger:
         )
         return cast("tuple[int, int]", self._rows(sql, job)[0])
 
-    def _cleanups(self, where: str, *bindings: object) -> list[Cleanup]:
-        rows = self._rows(f"{CLEANUPS} {where} ORDER BY c.id", *bindings)
-        return [Cleanup._make([*row[:4], json.loads(row[4]), *row[5:]]) for row in rows]
-
     def cleanups(self, run: Run) -> list[Cleanup]:
         """Return the cleanups that a run recorded, in order."""
-        return self._cleanups("c.run = ?", run.key)
+        return self._all(Cleanup, "WHERE key = ? ORDER BY id", run.key)
 
     def pending_cleanups(self, job: str, kept_for: Run | None = None) -> list[Cleanup]:
         """Return the cleanups that are still to be run for a job, in order, of all its runs.
 
         Without those that are to wait until a run, which goes on, is finished.
         """
-        mine = "c.done_at IS NULL AND r.job = ?1 AND NOT (c.of_run AND c.run IS ?2)"
-        return self._cleanups(mine, job, kept_for and kept_for.key)
+        mine = "WHERE done_at IS NULL AND job = ?1 AND NOT (of_run AND key IS ?2) ORDER BY id"
+        return self._all(Cleanup, mine, job, kept_for and kept_for.key)
 
     def stuck_cleanups(self) -> list[Cleanup]:
         """Return the pending cleanups that failed, or whose run does not go on; nobody is at it."""
-        stuck = "(r.state IN ('succeeded', 'cancelled') OR c.error IS NOT NULL)"
-        owned = ", ".join(f"'{state}'" for state in OWNED)
-        return self._cleanups(f"c.done_at IS NULL AND {stuck} AND r.state NOT IN ({owned})")
+        return self._all(
+            Cleanup,
+            "WHERE done_at IS NULL AND state NOT IN ('reserved', 'running')"
+            " AND (state IN ('succeeded', 'cancelled') OR error IS NOT NULL) ORDER BY id",
+        )
 
     def readings(self, run: Run, newest: int = 100) -> list[Reading]:
         """Return the newest readings of a run, oldest first."""
@@ -4322,14 +4325,10 @@ class Ledger:
 
         `what` is a pattern for SQL's LIKE; only ids above `after` are returned.
         """
-        mine = " AND e.run = ?3" if run else ""
-        sql = (
-            "SELECT e.id, e.at, r.id, e.job, e.who, e.what, e.why FROM event e"
-            f" LEFT JOIN run r ON r.key = e.run WHERE e.id > ?1 AND e.what LIKE ?2{mine}"
-            " ORDER BY e.id"
-        )
-        bindings = (after, what, *([run.key] if run else []))
-        return [Event(*row) for row in self._rows(sql, *bindings)]
+        where = "WHERE id > ? AND what LIKE ?"
+        if run is None:
+            return self._all(Event, f"{where} ORDER BY id", after, what)
+        return self._all(Event, f"{where} AND key = ? ORDER BY id", after, what, run.key)
 
     def refused_since_success(self, job: str) -> int:
         """Return how many starts of a job were refused since it last succeeded."""
@@ -5104,8 +5103,8 @@ class Ledger:
         """Let a run's pending cleanups go: they are done, and nobody calls them any more."""
         error = f"let go by {who}: {why}"
         with self._writing():
-            for cleanup in self._cleanups("c.done_at IS NULL AND c.run = ?", run.key):
-                self._set("cleanup", {"id": cleanup.id}, done_at=self._host.now(), error=error)
+            pending: dict[str, object] = {"run": run.key, "done_at": None}
+            self._set("cleanup", pending, done_at=self._host.now(), error=error)
 
     def note_releases(self, run: Run, generation: int, until: float | None) -> None:
         """Record by when (CLOCK_MONOTONIC) a worker has released what it holds; None: it has."""
@@ -5568,11 +5567,6 @@ class Ledger:
             " SELECT ?2 + 1)) WHERE number > before + 1"
         )
         return [(int(first), int(last)) for first, last in self._rows(sql, run.key, run.number)]
-
-
-def _reject_row(row: Sequence[Any]) -> RejectRow:
-    made = RejectRow(*row)  # its spot is the run's key so far
-    return made._replace(spot=(row[-1], made.number, made.place))
 
 
 @functools.cache
