@@ -3806,13 +3806,16 @@ class Rollback(NamedTuple):
     why: str = ""
 
 
+Find = Callable[[], Lockfile | None]  # looks for the lockfile of a maintenance
+
+
 class Start(NamedTuple):
     """One start, as an admission judges it."""
 
     owner: ProcessIdentity  # the supervisor
     who: str  # the same in words, for events
     run_id: str  # the id for a new run
-    require_admission: Callable[[], Lockfile | None]  # raises if it closes this job
+    require_admission: Find  # raises if it closes this job
     require_may_go_on: Callable[[Run], None]  # raises if the unfinished run needs a person
     write_checkpoint: Callable[[str, bytes], None]  # writes a run's checkpoint anew
     overrides: Mapping[str, str] = {}
@@ -4483,9 +4486,7 @@ class Ledger:
 
     # -- verbs: maintenance ----------------------------------------------------------------
 
-    def begin_drain(
-        self, who: str, deadline_s: float, find: Callable[[], Lockfile | None]
-    ) -> Drain | None:
+    def begin_drain(self, who: str, deadline_s: float, find: Find) -> Drain | None:
         """Begin the drain of the barrier that is up, or go on with it; None if none is up.
 
         One that has ended well stays so until it is found otherwise.
@@ -4525,12 +4526,7 @@ class Ledger:
                 self._supersede(self._settle(run, DIED, who))
 
     def end_drain(
-        self,
-        drain: Drain,
-        who: str,
-        code: ExitCode,
-        find: Callable[[], Lockfile | None],
-        report: Mapping[str, object],
+        self, drain: Drain, who: str, code: ExitCode, find: Find, report: Mapping[str, object]
     ) -> Drain:
         """Record how a drain ended: failed, whatever it found, if its barrier fell before."""
         with self._writing():
@@ -4545,7 +4541,7 @@ class Ledger:
         return self._all(Drain, "WHERE id = ?", drain.id)[0]
 
     def raise_barrier(
-        self, who: str, find: Callable[[], Lockfile | None], make: Callable[[], Lockfile]
+        self, who: str, find: Find, make: Callable[[], Lockfile]
     ) -> tuple[Lockfile, bool]:
         """Make the lockfile and its row, if none is there; return it, and whether it was made."""
         with self._writing():
@@ -4559,7 +4555,7 @@ class Ledger:
         return lockfile, found is None
 
     def lower_barrier(
-        self, who: str, why: str, find: Callable[[], Lockfile | None], remove: Callable[[], None]
+        self, who: str, why: str, find: Find, remove: Callable[[], None]
     ) -> Barrier | None:
         """Remove the lockfile and close its row, which is returned; None if none was there."""
         with self._writing():
@@ -4572,15 +4568,7 @@ class Ledger:
         reach("barrier.lowered")
         return self._one(Barrier, "WHERE id = ?", barrier.id) if barrier else None
 
-    def refuse(
-        self,
-        job: str,
-        who: str,
-        why: str,
-        find: Callable[[], Lockfile | None],
-        *,
-        counts: bool = True,
-    ) -> None:
+    def refuse(self, job: str, who: str, why: str, find: Find, *, counts: bool = True) -> None:
         """Record the barrier that refused a start, if it was not known, and the start if it counts.
 
         The tick's does not: it comes again every few minutes, and nothing is missed without it.
@@ -5305,9 +5293,7 @@ class Ledger:
         with self._writing():
             self._pause(run, who, Reason.PERSON)
 
-    def stop_at_barrier(
-        self, run: Run, who: str, why: str, find: Callable[[], Lockfile | None]
-    ) -> None:
+    def stop_at_barrier(self, run: Run, who: str, why: str, find: Find) -> None:
         """Pause a run whose next attempt maintenance turned away; the caller holds its lock."""
         with self._writing():
             self._know_barrier(find(), who)
