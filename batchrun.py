@@ -3584,41 +3584,28 @@ FROM run r JOIN operation o ON o.run = r.key GROUP BY r.id, o.job, coalesce(o.ou
 SINCE_VERSION_3 += VIEWS
 SCHEMA += SINCE_VERSION_2 + SINCE_VERSION_3
 
+
+def added(table: str, columns: str) -> str:
+    """Return the statements that add to a table the columns that SCHEMA names in these words."""
+    return "".join(f"ALTER TABLE {table} ADD COLUMN {column};\n" for column in columns.split(", "))
+
+
 # One entry a step: MIGRATIONS[n] turns a ledger of user_version n into n + 1.
 MIGRATIONS = {
-    1: """
-ALTER TABLE run ADD COLUMN tried TEXT;
-ALTER TABLE run ADD COLUMN tries INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE run ADD COLUMN size INTEGER;
-ALTER TABLE run ADD COLUMN paused_s REAL NOT NULL DEFAULT 0;
-ALTER TABLE run ADD COLUMN checks_at TEXT;
-ALTER TABLE run ADD COLUMN deferred TEXT;
-ALTER TABLE run ADD COLUMN retry_of TEXT REFERENCES run (id);
-ALTER TABLE attempt ADD COLUMN charged INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE attempt ADD COLUMN retry INTEGER;
-ALTER TABLE attempt ADD COLUMN cleans_until REAL;
-ALTER TABLE attempt ADD COLUMN admitted INTEGER REFERENCES event;
-ALTER TABLE batch ADD COLUMN rss_bytes INTEGER;
-ALTER TABLE batch ADD COLUMN open_files INTEGER;
-ALTER TABLE batch ADD COLUMN connections INTEGER;
-ALTER TABLE batch ADD COLUMN threads INTEGER;
-ALTER TABLE batch ADD COLUMN children INTEGER;
-ALTER TABLE reject ADD COLUMN value TEXT;
-ALTER TABLE reject ADD COLUMN raw INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE reject ADD COLUMN record_number INTEGER;
-ALTER TABLE reject ADD COLUMN tries INTEGER NOT NULL DEFAULT 1;
-ALTER TABLE reject ADD COLUMN state TEXT NOT NULL DEFAULT 'open';
-ALTER TABLE reject ADD COLUMN retry INTEGER REFERENCES run;
-ALTER TABLE reject ADD COLUMN why TEXT;
-"""
+    1: added("run", "tried TEXT, tries INTEGER NOT NULL DEFAULT 0, size INTEGER")
+    + added("run", "paused_s REAL NOT NULL DEFAULT 0, checks_at TEXT, deferred TEXT")
+    + added("run", "retry_of TEXT REFERENCES run (id)")
+    + added("attempt", "charged INTEGER NOT NULL DEFAULT 0, retry INTEGER, cleans_until REAL")
+    + added("attempt", "admitted INTEGER REFERENCES event")
+    + added("batch", "rss_bytes INTEGER, open_files INTEGER, connections INTEGER")
+    + added("batch", "threads INTEGER, children INTEGER")
+    + added("reject", "value TEXT, raw INTEGER NOT NULL DEFAULT 0, record_number INTEGER")
+    + added("reject", "tries INTEGER NOT NULL DEFAULT 1, state TEXT NOT NULL DEFAULT 'open'")
+    + added("reject", "retry INTEGER REFERENCES run, why TEXT")
     + SINCE_VERSION_2,
-    2: """
-ALTER TABLE ledger ADD COLUMN ticked_at TEXT;
-ALTER TABLE run ADD COLUMN rollback_of TEXT REFERENCES run (id);
-ALTER TABLE run ADD COLUMN rollback_to INTEGER;
-ALTER TABLE batch ADD COLUMN remembered INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE batch ADD COLUMN images TEXT;
-"""
+    2: added("ledger", "ticked_at TEXT")
+    + added("run", "rollback_of TEXT REFERENCES run (id), rollback_to INTEGER")
+    + added("batch", "remembered INTEGER NOT NULL DEFAULT 0, images TEXT")
     + SINCE_VERSION_3,
 }
 
