@@ -4001,6 +4001,11 @@ class Ledger:
     def _one(self, kind: type[T], where: str, *bindings: object) -> T | None:
         return next(iter(self._all(kind, where, *bindings)), None)
 
+    def _value(self, kind: Callable[[Any], T], sql: str, *bindings: object) -> T | None:
+        """Return the value that a query finds first; None if it finds none or NULL."""
+        value = next((row[0] for row in self._rows(sql, *bindings)), None)
+        return None if value is None else kind(value)
+
     def run(self, key: int) -> Run:
         """Return a run as it stands now."""
         return self._all(Run, "WHERE key = ?", key)[0]
@@ -4145,24 +4150,22 @@ class Ledger:
     def releases_until(self, run: Run) -> float | None:
         """Return by when a run's worker has released what it holds; None if it is not at that."""
         sql = "SELECT cleans_until FROM attempt WHERE run = ? AND generation = ?"
-        rows = self._rows(sql, run.key, run.generation)
-        return cast("float | None", rows[0][0]) if rows else None
+        return self._value(float, sql, run.key, run.generation)
 
     def called_cleanup(self, run: Run) -> Cleanup | None:
         """Return the cleanup that a run's worker, which releases what it holds, is calling."""
         if self.releases_until(run) is None:
             return None
-        called = [c for c in self.pending_cleanups(run.job) if c.error == CUT_OFF]
-        return called[0] if called else None
+        mine = f"WHERE done_at IS NULL AND job = ? AND error = '{CUT_OFF}' ORDER BY id LIMIT 1"
+        return self._one(Cleanup, mine, run.job)
 
     def ticked_at(self) -> str | None:
         """Return when the tick ran last."""
-        return cast("str | None", self._rows("SELECT ticked_at FROM ledger")[0][0])
+        return self._value(str, "SELECT ticked_at FROM ledger")
 
     def first_met(self, job: str) -> str | None:
         """Return when a job was first heard of."""
-        found = self._rows("SELECT at FROM event WHERE job = ? ORDER BY id LIMIT 1", job)
-        return found[0][0] if found else None
+        return self._value(str, "SELECT at FROM event WHERE job = ? ORDER BY id LIMIT 1", job)
 
     def alerts(self, where: str = "closed_at IS NULL") -> list[Alert]:
         """Return the alerts that stand, oldest first."""
@@ -4180,8 +4183,8 @@ class Ledger:
     def success_since(self, alert: Alert) -> Run | None:
         """Return the newest success of an alert's job, if it came after the alert."""
         run = self.last_success(alert.job or "")
-        sql = "SELECT 1 FROM event WHERE run = ? AND id > ? LIMIT 1"
-        return run if run and self._rows(sql, run.key, alert.event) else None
+        newest = run and self._value(int, "SELECT max(id) FROM event WHERE run = ?", run.key)
+        return run if (newest or 0) > alert.event else None
 
     def left_open(self, job: str) -> tuple[int, int]:
         """Return how many operations of a job have no outcome, and how many rejects wait."""
@@ -4262,7 +4265,7 @@ class Ledger:
         counts = "SELECT outcome, operations FROM operation_summary WHERE run = ?"
         return {
             **total,
-            "batch_p95_s": next(iter(self._rows(SLOW, run.key)), (None,))[0],
+            "batch_p95_s": self._value(float, SLOW, run.key),
             "span_s": span_s,
             "spans": spans,
             "operations": self._named(counts, run.id),
@@ -4303,12 +4306,11 @@ class Ledger:
 
     def newest_operation(self) -> int:
         """Return the highest operation id that was ever given; no row is ever deleted."""
-        return int(self._rows("SELECT coalesce(max(id), 0) FROM operation")[0][0])
+        return self._value(int, "SELECT max(id) FROM operation") or 0
 
     def newest_event(self) -> int:
         """Return the highest event id that was ever given."""
-        rows = self._rows("SELECT seq FROM sqlite_sequence WHERE name = 'event'")
-        return int(rows[0][0]) if rows else 0
+        return self._value(int, "SELECT seq FROM sqlite_sequence WHERE name = 'event'") or 0
 
     def events(self, run: Run | None = None, *, what: str = "%", after: int = 0) -> list[Event]:
         """Return events in the order of their ids: of a run, or all.
@@ -4327,7 +4329,7 @@ class Ledger:
             "SELECT count(*) FROM event WHERE job = ? AND what LIKE 'refused%' AND id >"
             " coalesce((SELECT max(id) FROM event WHERE run = ?), 0)"
         )
-        return int(self._rows(sql, job, last.key if last else None)[0][0])
+        return self._value(int, sql, job, last and last.key) or 0
 
     def barrier(self) -> Barrier | None:
         """Return the barrier that is up, as far as the ledger has met it."""
@@ -4698,12 +4700,16 @@ class Ledger:
         """Let a new run have the rejects that it is to run again, and no other."""
         sql = (
             "UPDATE reject SET retry = ? WHERE (run, number, place) = (?, ?, ?)"
-            " AND confirmed AND state = 'open' AND value IS NOT NULL"
+            " AND confirmed AND state = 'open' AND value IS NOT NULL RETURNING 1"
         )
-        before = self._connection.total_changes()
-        self._connection.executemany(sql, [(key, *spot) for spot in retry.spots])
-        if self._connection.total_changes() == before:
-            raise nothing_to_retry(retry.of)
+        taken = self._connection.executemany(sql, [(key, *spot) for spot in retry.spots])
+        if not taken.fetchall():
+            raise NotFound(
+                f"Run {retry.of.id} of {retry.of.job} has no open reject that can be run again.",
+                why="Each one is retried or dropped already, or only its text is kept.",
+                unchanged="Nothing was started.",
+                todo=f"See: batchrun rejects list {retry.of.id}",
+            )
 
     def _is_kept(self, run: Run, owner: ProcessIdentity) -> bool:
         """Tell whether this very supervisor keeps a run between two of its attempts."""
@@ -4888,15 +4894,14 @@ class Ledger:
         """
         sql = (
             "UPDATE reject SET state = 'dropped', why = ? WHERE (run, number, place) = (?, ?, ?)"
-            " AND confirmed AND state = 'open'"
+            " AND confirmed AND state = 'open' RETURNING 1"
         )
         with self._writing():
             going_on = self.unfinished(run.job)
             if going_on is not None and going_on.retry_of == (run.retry_of or run.id):
                 raise unfinished_before_retry(going_on)
-            before = self._connection.total_changes()
-            self._connection.executemany(sql, [(why, *row.spot) for row in rows])
-            dropped = self._connection.total_changes() - before
+            open_yet = self._connection.executemany(sql, [(why, *row.spot) for row in rows])
+            dropped = len(open_yet.fetchall())
             if dropped:
                 self._event(run, who, f"{dropped} rejects dropped", why)
             return dropped
@@ -5577,16 +5582,6 @@ def unfinished_before_retry(run: Run) -> PersonNeeded:
         why="A job has one unfinished run at most, and a retry is a run of its own.",
         unchanged="Nothing was started; the rejects are as they were.",
         todo=f"First type one of:\n  batchrun resume {run.id}\n  batchrun cancel {run.id}",
-    )
-
-
-def nothing_to_retry(run: Run) -> NotFound:
-    """Return the letter for a retry without a record."""
-    return NotFound(
-        f"Run {run.id} of {run.job} has no open reject that can be run again.",
-        why="Each one is retried or dropped already, or only its text is kept.",
-        unchanged="Nothing was started.",
-        todo=f"See: batchrun rejects list {run.id}",
     )
 
 
