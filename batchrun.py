@@ -4126,26 +4126,31 @@ class Ledger:
     def require_can_roll_back(self, rollback: Rollback) -> None:
         """Refuse a rollback that must not begin; says why, and what to do first."""
         run, to, top, _ = rollback
-        going_on = self.unfinished(run.job)
-        unknown = len(self.open_operations(run))
+        going_on, unknown = self.unfinished(run.job), len(self.open_operations(run))
         others = f"{REMEMBERED} AND r.job = ? AND r.key != ? ORDER BY r.key DESC LIMIT 1"
-        newest = self._rows(others, run.job, run.key)
+        newest = self._value(int, others, run.job, run.key)
         remembers = run.checkpoint and any(row.images for row in self.batches_of(rollback))
         applies: dict[str, object] = {
             "is one": run.rollback_of,
             "unfinished": not run.finished,
             "another goes on": going_on,
             "unknown": unknown,
-            "later": newest and newest[0][0] > run.key,
+            "later": newest and newest > run.key,
             "no such batch": to < 0 or to > run.number,
             "done": to >= top and top < run.number,
             "nothing": not remembers,
         }
         clause = next((clause for clause, so in applies.items() if so), "")
         if clause:
-            other = going_on or (self.run(newest[0][0]) if newest else run)
+            other = going_on or (self.run(newest) if newest else run)
             left = [row.key for row in self.operations_of(rollback)]
-            raise cannot_roll_back(clause, rollback, other, unknown, left)
+            facts = {"run": run, "to": to, "top": top, "unknown": unknown, "other": other}
+            has_rows = f"The newest run that has remembered rows: batchrun rollback {other.id}"
+            facts["next"] = has_rows if other.id != run.id else f"See: batchrun report {run.id}"
+            facts["left"] = f"\n{not_undone(len(left), '', left)}" if left else ""
+            what, why, todo = filled(REFUSED_ROLLBACKS[clause], facts)
+            kind = ConfigurationError if clause == "no such batch" else PersonNeeded
+            raise kind(what, why=why, unchanged="Nothing was undone.", todo=todo)
 
     def releases_until(self, run: Run) -> float | None:
         """Return by when a run's worker has released what it holds; None if it is not at that."""
@@ -4661,7 +4666,7 @@ class Ledger:
         if start.retry and not kept:
             raise unfinished_before_retry(run)
         if start.rollback and not kept:
-            raise cannot_roll_back("another goes on", start.rollback, run)
+            self.require_can_roll_back(start.rollback)  # it cannot: this run is unfinished
         return run, kept
 
     def _finished_meanwhile(self, job: str) -> Run:
@@ -5586,30 +5591,32 @@ def unfinished_before_retry(run: Run) -> PersonNeeded:
 
 
 REFUSED_ROLLBACKS = {  # why a rollback must not begin, first that applies: what, why, what to do
-    "is one": """Run {run} of {job} is a rollback itself, of run {of}.
+    "is one": """Run {run.id} of {run.job} is a rollback itself, of run {run.rollback_of}.
 It put back what was there before; what it has overwritten is not kept.
-Begin the job anew: batchrun run {job}""",
-    "unfinished": """Run {run} of {job} is {state}, so it is not rolled back.
+Begin the job anew: batchrun run {run.job}""",
+    "unfinished": """Run {run.id} of {run.job} is {run.state}, so it is not rolled back.
 Whoever goes on with it would do again what is undone.
-First give it up: batchrun cancel {run}""",
-    "another goes on": """Run {other} of {job} is {other_state}.
+First give it up: batchrun cancel {run.id}""",
+    "another goes on": """Run {other.id} of {run.job} is {other.state}.
 A job has one unfinished run at most, and a rollback is a run of its own.
 First type one of:
-  batchrun resume {other}
-  batchrun cancel {other}""",
-    "unknown": """{unknown} operations of run {run} of {job} have no known outcome.
+  batchrun resume {other.id}
+  batchrun cancel {other.id}""",
+    "unknown": """{unknown} operations of run {run.id} of {run.job} have no known outcome.
 Whether there is something to undo in the outside world is to be known first.
-Type: batchrun reconcile {run}""",
-    "later": """Run {other} of {job} is newer and has remembered rows that are not rolled back.
-It has changed what run {run} left; the newest changes are undone first.
-First type: batchrun rollback {other}""",
-    "no such batch": """Run {run} of {job} has no batch {to}; its newest commit is {number}.
+Type: batchrun reconcile {run.id}""",
+    "later": """\
+Run {other.id} of {run.job} is newer and has remembered rows that are not rolled back.
+It has changed what run {run.id} left; the newest changes are undone first.
+First type: batchrun rollback {other.id}""",
+    "no such batch": """\
+Run {run.id} of {run.job} has no batch {to}; its newest commit is {run.number}.
 Batches above --to-batch are undone, and 0 undoes all.
-See: batchrun report {run}""",
-    "done": """Run {run} of {job} is rolled back to batch {top} already.
+See: batchrun report {run.id}""",
+    "done": """Run {run.id} of {run.job} is rolled back to batch {top} already.
 There is nothing above batch {to} that is not undone.
-See: batchrun report {run}""",
-    "nothing": """Run {run} of {job} has nothing to undo above batch {to}.
+See: batchrun report {run.id}""",
+    "nothing": """Run {run.id} of {run.job} has nothing to undo above batch {to}.
 None of those batches has remembered a row, or what they had is being pruned.{left}
 {next}""",
 }
@@ -5618,22 +5625,6 @@ None of those batches has remembered a row, or what they had is being pruned.{le
 def filled(letter: str, facts: Mapping[str, object]) -> list[str]:
     """Return what, why and what to do of a letter in a table; a fact may have lines of its own."""
     return [part.format(**facts) for part in letter.split("\n", 2)]
-
-
-def cannot_roll_back(
-    clause: str, rollback: Rollback, other: Run, unknown: int = 0, left: Sequence[str] = ()
-) -> BatchrunError:
-    """Return the letter for a rollback that must not begin."""
-    run, to, top, _ = rollback
-    facts = {"run": run.id, "job": run.job, "state": run.state, "number": run.number}
-    facts |= {"to": to, "top": top, "of": run.rollback_of, "unknown": unknown}
-    facts |= {"other": other.id, "other_state": other.state}
-    has_rows = f"The newest run that has remembered rows: batchrun rollback {other.id}"
-    facts["next"] = has_rows if other.id != run.id else f"See: batchrun report {run.id}"
-    facts["left"] = f"\n{not_undone(len(left), '', left)}" if left else ""
-    what, why, todo = filled(REFUSED_ROLLBACKS[clause], facts)
-    kind = ConfigurationError if clause == "no such batch" else PersonNeeded
-    return kind(what, why=why, unchanged="Nothing was undone.", todo=todo)
 
 
 KEYS_SHOWN = 10
