@@ -5042,29 +5042,24 @@ class Ledger:
     ) -> Cleanup | None:
         """Record a cleanup whose resource is about to be made; None if this attempt has it already.
 
-        What an earlier attempt of the job left pending of it is the new row's from now on;
+        What an earlier attempt of the job left pending of it is done, and its error the new row's.
         """
         same = (
-            "FROM cleanup c WHERE done_at IS NULL AND function = ?1 AND arguments = ?2"
-            " AND run IN (SELECT key FROM run WHERE job = ?3) AND of_run = ?4"
+            "done_at IS NULL AND function = ?1 AND arguments = ?2 AND of_run = ?3"
+            " AND run IN (SELECT key FROM run WHERE job = ?4)"
         )
-        bindings = (function, _compact(arguments), run.job, of_run)
-        mine = "run = ?5 AND generation = ?6"
+        bindings = (function, _compact(arguments), of_run, run.job)
+        newest = f"SELECT run, generation, error FROM cleanup WHERE {same} ORDER BY id DESC LIMIT 1"
+        anew = f"UPDATE cleanup SET done_at = ?5, error = ?6 WHERE {same} AND id <> ?7"
         now = self._host.now()
+        made: dict[str, Any] = {"run": run.key, "generation": generation, "made_at": now}
+        made |= {"function": function, "arguments": arguments, "of_run": of_run}
         with self._owning(run, generation):
-            fence = (*bindings, run.key, generation)
-            if self._sql(f"SELECT 1 {same} AND {mine}", fence).fetchone():
+            key, older, error = self._sql(newest, bindings).fetchone() or (None, 0, None)
+            if (key, older) == (run.key, generation):
                 return None
-            made: dict[str, Any] = {"run": run.key, "generation": generation, "made_at": now}
-            pending = f"SELECT error {same} ORDER BY id DESC LIMIT 1"
-            (error,) = self._sql(pending, bindings).fetchone() or (None,)
-            made |= {"function": function, "arguments": arguments, "error": error}
-            row = self._insert("cleanup", of_run=of_run, **made)
-            self._sql(
-                "UPDATE cleanup SET done_at = ?5, error = 'recorded anew: ' || ?6"
-                f" WHERE id IN (SELECT id {same} AND id <> ?6)",
-                (*bindings, now, row),
-            )
+            row = self._insert("cleanup", **made, error=error)
+            self._sql(anew, (*bindings, now, f"recorded anew: {row}", row))
         reach("cleanup.recorded", row)
         return Cleanup(row, run.id, run.job, function, arguments, now, None, error, None, of_run)
 
