@@ -3681,10 +3681,19 @@ PRUNABLE = """SELECT key, id FROM run r
 KIN = """SELECT id, retry_of FROM run WHERE retry_of IS NOT NULL
   UNION ALL SELECT id, rollback_of FROM run WHERE rollback_of IS NOT NULL"""
 ROWS_OF_A_RUN = ("reading", "health_check", "cleanup", "approval", "reject", "batch", "attempt")
-REFERRED = """SELECT admitted FROM attempt WHERE admitted IS NOT NULL AND run IS NOT ?1
+REFERRED = """SELECT admitted FROM attempt WHERE admitted IS NOT NULL
   UNION SELECT opened FROM barrier UNION SELECT overdue FROM barrier WHERE overdue IS NOT NULL
   UNION SELECT closed FROM barrier WHERE closed IS NOT NULL UNION SELECT max(id) FROM event
   UNION SELECT id FROM event WHERE run IS NULL AND what = 'expected'"""
+# What is of no run that is kept, and was over before a moment.
+PRUNE_THE_REST = f"""DELETE FROM reading WHERE at < :before;
+DELETE FROM health_check WHERE at < :before;
+DELETE FROM drain WHERE barrier IN (SELECT id FROM barrier WHERE closed_at < :before);
+DELETE FROM barrier WHERE closed_at < :before;
+DELETE FROM delivery WHERE alert IN
+  (SELECT id FROM alert WHERE closed_at < :before AND pending = '[]');
+DELETE FROM alert WHERE closed_at < :before AND pending = '[]';
+DELETE FROM event WHERE run IS NULL AND at < :before AND id NOT IN ({REFERRED})"""
 COMMITS_AT_ONCE = 5_000  # commits of a run that go in one transaction
 # A run (?1, its id ?2) in spans of ?4 s from ?3, at most ?5: one row a span, never one a batch.
 SPANS = """SELECT ?4 * max(0, min(?5 - 1,
@@ -5390,15 +5399,14 @@ class Ledger:
         with self._writing():
             if run.key not in self.prunable(before):
                 return False, 0
-            rows, key = self._connection.total_changes(), (run.key,)
-            self._sql("UPDATE run SET checkpoint = NULL WHERE key = ?", key)
-            first = "(SELECT min(number) FROM batch WHERE run = ?1)"
-            self._sql(
-                f"DELETE FROM batch WHERE run = ?1 AND number < {first} + {COMMITS_AT_ONCE}", key
-            )
-            is_last = not self._sql("SELECT 1 FROM batch WHERE run = ?", key).fetchone()
+            self._set_run(run, checkpoint=None)
+            number = "number < (SELECT min(number) FROM batch WHERE run = ?1) + ?2"
+            slice_of_it = f"DELETE FROM batch WHERE run = ?1 AND {number}"
+            self._sql(slice_of_it, (run.key, COMMITS_AT_ONCE))
+            rows = self._connection.changes()
+            is_last = not self._rows("SELECT 1 FROM batch WHERE run = ? LIMIT 1", run.key)
             reach("prune.commit")
-            return is_last, self._connection.total_changes() - rows
+            return is_last, rows
 
     def forget(self, run: Run) -> int:
         """Remove what a run has beside commits and files, and its row; return how many rows.
@@ -5408,31 +5416,19 @@ class Ledger:
         key, rows = (run.key,), self._connection.total_changes()
         with self._writing():
             self._sql("UPDATE reject SET retry = NULL WHERE retry = ?", key)
-            self._sql(f"UPDATE event SET run = NULL WHERE run = ?1 AND id IN ({REFERRED})", key)
-            for table in (*ROWS_OF_A_RUN, "event"):
+            for table in ROWS_OF_A_RUN:
                 self._sql(f"DELETE FROM {table} WHERE run = ?", key)
+            self._sql(f"UPDATE event SET run = NULL WHERE run = ? AND id IN ({REFERRED})", key)
+            self._sql("DELETE FROM event WHERE run = ?", key)
             made = "SELECT 1 FROM operation WHERE run = ?1"
             self._sql(f"DELETE FROM run WHERE key = ?1 AND NOT EXISTS ({made})", key)
             return self._connection.total_changes() - rows
 
     def prune_the_rest(self, before: str) -> int:
-        """Remove old readings, barriers and alerts that are closed, and events of no run.
-
-        Returns:
-            How many rows.
-        """
+        """Remove old readings, closed barriers and alerts, events of no run; return how many."""
+        rows = self._connection.total_changes()
         with self._writing():
-            rows = self._connection.total_changes()
-            for table in ("reading", "health_check"):
-                self._sql(f"DELETE FROM {table} WHERE at < ?", (before,))
-            closed = "SELECT id FROM barrier WHERE closed_at < ?"
-            self._sql(f"DELETE FROM drain WHERE barrier IN ({closed})", (before,))
-            self._sql(f"DELETE FROM barrier WHERE id IN ({closed})", (before,))
-            told = "SELECT id FROM alert WHERE closed_at < ? AND pending = '[]'"
-            self._sql(f"DELETE FROM delivery WHERE alert IN ({told})", (before,))
-            self._sql(f"DELETE FROM alert WHERE id IN ({told})", (before,))
-            stay = f"run IS NULL AND at < ?2 AND id NOT IN ({REFERRED})"
-            self._sql(f"DELETE FROM event WHERE {stay}", (None, before))
+            self._sql(PRUNE_THE_REST, {"before": before})
             return self._connection.total_changes() - rows
 
     # -- one state change, one event ------------------------------------------------------
