@@ -4499,14 +4499,14 @@ class Ledger:
             barrier = self.barrier()
             if barrier is None:
                 return None
-            wish: dict[str, object] = {"who": who, "deadline_s": deadline_s}
-            mine: dict[str, object] = {"barrier": barrier.id}
+            wish: dict[str, Any] = {"who": who, "deadline_s": deadline_s}
             drain = self.drain_of(barrier)
             if drain is None:
-                self._insert("drain", at=self._host.now(), **mine, **wish)
+                self._insert("drain", barrier=barrier.id, at=self._host.now(), **wish)
                 self._event(None, who, "drain", barrier.reason)
             elif drain.exit_code != ExitCode.DONE:
-                self._set("drain", mine, ended_at=None, exit_code=None, report=None, **wish)
+                wish |= {"ended_at": None, "exit_code": None, "report": None}
+                self._set("drain", {"id": drain.id}, **wish)
                 self._event(None, who, "drain goes on", barrier.reason)
         reach("drain.begun")
         return self.drain_of(barrier)
@@ -4686,20 +4686,21 @@ class Ledger:
 
     def _insert_run(self, job: str, start: Start, state: RunState) -> Run:
         """Insert a new run in state `reserved` or `waiting`."""
-        columns = {
-            "overrides": start.overrides,
-            "fresh_in_a_row": start.fresh_in_a_row,
-            "retry_of": start.retry and (start.retry.of.retry_of or start.retry.of.id),
-        }
-        undoes = start.rollback
+        retry, undoes = start.retry, start.rollback
         if undoes:
             self.require_can_roll_back(undoes)
-            columns |= {"rollback_of": undoes.of.id, "rollback_to": undoes.to}
+        columns: dict[str, object] = {
+            "overrides": start.overrides,
+            "fresh_in_a_row": start.fresh_in_a_row,
+            "retry_of": retry and (retry.of.retry_of or retry.of.id),
+            "rollback_of": undoes and undoes.of.id,
+            "rollback_to": undoes and undoes.to,
+        }
         run = self._make_run(start.run_id, job, state, self._host.now(), **columns)
         said = "started" if state == RunState.RESERVED else str(state)
         self._event(run, start.who, said, TRANSITIONS[NEW, state])
-        if start.retry:
-            self._take_up(start.retry, run.key)
+        if retry:
+            self._take_up(retry, run.key)
         if undoes:
             why = f"to batch {undoes.to}, by run {run.id}{undoes.why and f': {undoes.why}'}"
             self._event(undoes.of, start.who, "rollback begun", why)
@@ -4736,11 +4737,13 @@ class Ledger:
         if run.state in OWNED and not kept:
             run = self._settle(run, DIED, start.who)
             said.append(f"run {run.id} was left by its owner: {run.state}")
+        if run.finished:
+            return run
         why = "cancelling was asked for before it ended"
-        if not run.finished and run.request != Request.CANCEL:
+        if run.request != Request.CANCEL:
             start.require_may_go_on(run)
-            why = start.fresh_reason
-        if not run.finished and (start.fresh or run.request == Request.CANCEL):
+            why = start.fresh_reason if start.fresh else ""
+        if why:
             run = self._cancel(run, start.who, why)
             said.append(f"run {run.id} cancelled: {why}")
         return run
@@ -4987,9 +4990,8 @@ class Ledger:
         run = run if excused else self._charge(run, attempt)
         state, reason, why, size = decide(run, attempt)
         if size is not None:
-            mine: dict[str, object] = {"run": run.key, "generation": attempt.generation}
-            self._set("attempt", mine, retry=IN_HALVES)
-            self._set("run", {"key": run.key}, size=size)
+            self._set_attempt(run, attempt.generation, retry=IN_HALVES)
+            self._set_run(run, size=size)
         if state != run.state:
             return self._move(run, state, who=who, why=why, reason=reason)
         self._event(run, who, state, why)
@@ -4997,10 +4999,8 @@ class Ledger:
 
     def _charge(self, run: Run, attempt: Attempt) -> Run:
         """Charge the armed try once, if the batch caused the ending; see section 12."""
-        caused = attempt.retry is not None
-        if attempt.ending == Ending.DIED and run.state != RunState.RUNNING:
-            caused = False  # no batch was open
-        if not caused or attempt.charged:
+        no_batch_open = attempt.ending == Ending.DIED and run.state != RunState.RUNNING
+        if attempt.retry is None or no_batch_open or attempt.charged:
             return run
         self._set_attempt(run, attempt.generation, charged=1)
         self._set_run(run, tries=run.tries + 1)
@@ -5018,7 +5018,7 @@ class Ledger:
                 self._change(run, RunState.RESERVED)
                 run = self.run(run.key)
             self._move(run, RunState.PAUSED, who="supervisor", why=why, reason=reason)
-            self._set("run", {"key": run.key}, checks_at=None)
+            self._set_run(run, checks_at=None)
             return self.run(run.key)
 
     def keep_paused(self, run: Run, why: str, checks_at: str, paused_s: float) -> Run:
@@ -5027,7 +5027,7 @@ class Ledger:
             if run.state == RunState.RESERVED:
                 self._move(run, RunState.PAUSED, who="supervisor", why=why, reason=Reason.HEALTH)
             self._sql(ADD_PAUSE, (paused_s, run.key))
-            self._set("run", {"key": run.key}, checks_at=checks_at)
+            self._set_run(run, checks_at=checks_at)
             return self.run(run.key)
 
     def count_pause(self, run: Run, paused_s: float) -> None:
@@ -5210,11 +5210,9 @@ class Ledger:
             columns |= usage._asdict()
             known = usage.open_files is not None
             columns["connections"] = sum(usage.connections.values()) if known else None
+        columns |= {"run": run.key, "generation": generation, "at": self._host.now()}
         with self._owning(run, generation):
-            sql = "SELECT number FROM run WHERE key = ?"
-            columns["number"] = self._sql(sql, (run.key,)).fetchone()[0]
-            at = self._host.now()
-            self._insert("reading", run=run.key, generation=generation, at=at, **columns)
+            self._insert("reading", number=self.run(run.key).number, **columns)
 
     def record_health_check(
         self,
@@ -5227,9 +5225,9 @@ class Ledger:
     ) -> None:
         """Record, fenced, what a health check found: each factor in words, and what follows."""
         columns = {**factors, "verdict": verdict, "why": why, "elapsed_s": elapsed_s}
+        columns |= {"run": run.key, "generation": generation, "at": self._host.now()}
         with self._owning(run, generation):
-            at = self._host.now()
-            self._insert("health_check", run=run.key, generation=generation, at=at, **columns)
+            self._insert("health_check", **columns)
 
     # -- verbs: wishes and decisions -----------------------------------------------------
 
@@ -5338,25 +5336,21 @@ class Ledger:
             run = self._known_or_made(checkpoint, who)
             lost = gap_text(run.number + 1, checkpoint.number - 1)
             generation = max(run.generation, checkpoint.generation + 1)
-            before = {"generation": generation, "number": checkpoint.number - 1}
-            self._set_run(run, **before)
+            self._set_run(run, generation=generation, number=checkpoint.number - 1)
             self._catch_up_with_events(checkpoint, who)
             self._catch_up_with_operations(run, checkpoint, who)
             of_run = (run.key, checkpoint.number)
             self._sql("DELETE FROM batch WHERE run = ? AND number >= ?", of_run)
             self._apply_commit(run, checkpoint, *checkpoint_bytes(checkpoint), generation)
-            why = f"checkpoint {checkpoint.number} adopted; {lost}"
-            self._event(run, who, "repaired", why)
+            self._event(run, who, "repaired", f"checkpoint {checkpoint.number} adopted; {lost}")
             if run.state in OWNED:
                 self._move(run, RunState.INTERRUPTED, who=who, why="taken over by repair")
 
     def _known_or_made(self, checkpoint: Checkpoint, who: str) -> Run:
         """Return the run of a checkpoint, which is its job's newest; make it if it was lost."""
-        run = self.run_with_id(checkpoint.run)
-        if run is not None:
+        if run := self.run_with_id(checkpoint.run):
             return run
-        older = self.unfinished(checkpoint.job)
-        if older is not None:
+        if older := self.unfinished(checkpoint.job):
             self._cancel(older, who, "repair found a later run of the job")
         begun = (checkpoint.run, checkpoint.job, RunState.RESERVED, checkpoint.at)
         return self._make_run(*begun, job_version=checkpoint.job_version)
@@ -5474,7 +5468,7 @@ class Ledger:
         self._sql(insert_sql(table, *columns), bound_values(columns))
         return self._connection.last_insert_rowid()
 
-    def _set(self, table: str, which: dict[str, object], **columns: object) -> None:
+    def _set(self, table: str, which: Mapping[str, object], **columns: object) -> None:
         """Change columns of the rows that have these values; lists and dicts become JSON."""
         changes = ", ".join(f"{name} = :{name}" for name in columns)
         fits = " AND ".join(f"{name} IS :_{name}" for name in which)
