@@ -3868,15 +3868,11 @@ READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> v
     "RunState": RunState,
     "ProcessIdentity": lambda text: ProcessIdentity(**json.loads(text)),
     "ProcessIdentity | None": lambda text: text and ProcessIdentity(**json.loads(text)),
-    "dict[str, int]": json.loads,
-    "dict[str, str]": json.loads,
-    "dict[str, Any]": json.loads,
-    "list[dict[str, Any]]": json.loads,
-    "list[str]": json.loads,
-    "Sequence[str]": json.loads,
     "dict[str, Any] | None": lambda text: text and json.loads(text),
     "tuple[int, int, int]": lambda text: tuple(json.loads(text)),
 }
+READ_AS |= dict.fromkeys(("dict[str, int]", "dict[str, str]", "dict[str, Any]"), json.loads)
+READ_AS |= dict.fromkeys(("list[dict[str, Any]]", "list[str]", "Sequence[str]"), json.loads)
 
 
 class Ledger:
@@ -5337,8 +5333,7 @@ class Ledger:
             lost = gap_text(run.number + 1, checkpoint.number - 1)
             generation = max(run.generation, checkpoint.generation + 1)
             self._set_run(run, generation=generation, number=checkpoint.number - 1)
-            self._catch_up_with_events(checkpoint, who)
-            self._catch_up_with_operations(run, checkpoint, who)
+            self._catch_up(run, checkpoint, who)
             of_run = (run.key, checkpoint.number)
             self._sql("DELETE FROM batch WHERE run = ? AND number >= ?", of_run)
             self._apply_commit(run, checkpoint, *checkpoint_bytes(checkpoint), generation)
@@ -5355,23 +5350,20 @@ class Ledger:
         begun = (checkpoint.run, checkpoint.job, RunState.RESERVED, checkpoint.at)
         return self._make_run(*begun, job_version=checkpoint.job_version)
 
-    def _catch_up_with_events(self, checkpoint: Checkpoint, who: str) -> None:
-        """Let the ledger's clock stand after every event that a checkpoint knows of."""
+    def _catch_up(self, run: Run, checkpoint: Checkpoint, who: str) -> None:
+        """Let new events and operations have ids above all that a checkpoint knows of."""
+        now, newest = self._host.now(), self.newest_operation()
         behind = checkpoint.event - self.newest_event()
         if behind > 0:
             why = f"{behind} events were lost before this one"
-            lost = {"id": checkpoint.event + 1, "at": self._host.now(), "who": who}
-            self._insert("event", what="repaired", why=why, **lost)
-
-    def _catch_up_with_operations(self, run: Run, checkpoint: Checkpoint, who: str) -> None:
-        """Let the next operation's id be above all that a checkpoint knows of; a row says why."""
-        newest = self.newest_operation()
+            event = {"id": checkpoint.event + 1, "at": now, "who": who}
+            self._insert("event", what="repaired", why=why, **event)
         if checkpoint.operation > newest:
             lost = f"operations {newest + 1} to {checkpoint.operation} were lost"
             fence = {"run": run.key, "generation": 0, "number": 0, "arguments": b""}
-            ended = {"outcome": FREED, "who": who, "why": lost, "ended_at": self._host.now()}
             of_whom = {"id": checkpoint.operation, "job": run.job, "key": f"({lost})"}
-            self._insert("operation", **of_whom, **fence, claimed_at=self._host.now(), **ended)
+            ended = {"claimed_at": now, "outcome": FREED, "ended_at": now, "who": who, "why": lost}
+            self._insert("operation", **of_whom, **fence, **ended)
             self._event(run, who, "repaired", lost)
 
     # -- verbs: pruning -------------------------------------------------------------------
