@@ -4509,13 +4509,10 @@ class Ledger:
 
     def ask_to_drain(self, run: Run, who: str) -> None:
         """Ask a run to stop for a drain, if somebody owns it and nothing else is asked of it."""
-        sql = (
-            "UPDATE run SET request = 'drain' WHERE key = ? AND request IS NULL"
-            " AND state IN ('reserved', 'running') RETURNING 1"
-        )
         with self._writing():
-            if self._sql(sql, (run.key,)).fetchone() is not None:
-                self._event(run, who, f"requested: {Request.DRAIN}", "")
+            run = self.run(run.key)
+            if run.state in OWNED and run.request is None:
+                self._wish(run, Request.DRAIN, who)
 
     def settle_left(self, run: Run, who: str) -> None:
         """Bring a run that its owner left to the state it earned; the caller holds its lock."""
@@ -4585,10 +4582,9 @@ class Ledger:
             barrier = None
         if found is None:
             return
-        told: dict[str, object] = {name: getattr(found, name) for name in ("reason", "until")}
-        told["who"] = found.by
+        told: dict[str, Any] = {"who": found.by, "reason": found.reason, "until": found.until}
         if barrier is None:
-            told |= {name: getattr(found, name) for name in ("device", "inode", "scopes")}
+            told |= {"device": found.device, "inode": found.inode, "scopes": found.scopes}
             opened = self._event(None, who, "maintenance on", found.reason)
             self._insert("barrier", at=found.since or self._host.now(), opened=opened, **told)
         elif any(getattr(barrier, name) != value for name, value in told.items()):
@@ -4628,9 +4624,7 @@ class Ledger:
                 run = self._insert_run(job, start, RunState.RESERVED)
             else:
                 self._take_over(run, start, agree(run), said, kept=kept)
-            admitted = self.newest_event()
-            generation = self._insert_attempt(run, start.owner)
-            self._set_attempt(run, generation, admitted=admitted)
+            generation = self._insert_attempt(run, start.owner, admitted=self.newest_event())
             reach("admit.commit")
         reach("admit.committed")
         return Admission(self.run(run.key), generation, said, deferred)
@@ -4779,11 +4773,11 @@ class Ledger:
             )
         self._set_run(run, overrides=start.overrides)
 
-    def _insert_attempt(self, run: Run, owner: ProcessIdentity) -> int:
+    def _insert_attempt(self, run: Run, owner: ProcessIdentity, **columns: object) -> int:
         """Raise the generation and insert its attempt."""
         generation, number = self._supersede(run), self.run(run.key).number
-        mine = {"run": run.key, "generation": generation, "supervisor": owner._asdict()}
-        self._insert("attempt", **mine, began_at=self._host.now(), from_number=number)
+        columns |= {"run": run.key, "generation": generation, "supervisor": owner._asdict()}
+        self._insert("attempt", began_at=self._host.now(), from_number=number, **columns)
         return generation
 
     def open_attempt(self, run: Run, generation: int, worker: ProcessIdentity, basis: Basis) -> Run:
@@ -5229,18 +5223,15 @@ class Ledger:
 
     def request(self, run: Run, request: Request, who: str) -> None:
         """Ask something of a run that has a live owner; nothing outranks a cancel."""
-        sql = (
-            f"UPDATE run SET request = ?1 WHERE key = ?2 AND {UNFINISHED}"
-            " AND (?1 = 'cancel' OR request IS NOT 'cancel') RETURNING 1"
-        )
         with self._writing():
-            if self._sql(sql, (request, run.key)).fetchone() is None:
+            run = self.run(run.key)
+            if run.finished or (run.request == Request.CANCEL and request != Request.CANCEL):
                 raise IllegalTransition(
                     f"Run {run.id} has finished, or is to be cancelled already.",
                     unchanged="Nothing was changed.",
                     todo=f"See: batchrun status {run.job}",
                 )
-            self._event(run, who, f"requested: {request}")
+            self._wish(run, request, who)
 
     def ask(self, run: Run, generation: int, name: str, summary: str) -> Approval:
         """Store a job's question, unless it was asked before, and return it as it stands."""
@@ -5299,7 +5290,7 @@ class Ledger:
                 self._pause(run, who, Reason.MAINTENANCE, why)
 
     def _wish(self, run: Run, request: Request, who: str) -> None:
-        """Keep a wish that whoever takes the run next will honour."""
+        """Keep a wish that whoever has the run, or takes it next, will honour."""
         self._set_run(run, request=request)
         self._event(run, who, f"requested: {request}")
 
@@ -5949,9 +5940,11 @@ def fault_of_copy(path: Path, uuid: str, newest: Mapping[str, int]) -> str:
             ids, owner = newest_ids(copy), copy.execute("SELECT uuid FROM ledger").get
     except apsw.Error as error:
         return str(error)
-    behind = [f"its newest {t} is {ids[t]}, not {n}" for t, n in newest.items() if ids[t] < n]
-    strange = [f"it is of ledger {owner}"] * (owner != uuid)
-    return "; ".join([*(["; ".join(found)] * (found != ["ok"])), *strange, *behind])
+    wrong = [] if found == ["ok"] else found
+    if owner != uuid:
+        wrong.append(f"it is of ledger {owner}")
+    wrong += [f"its newest {t} is {ids[t]}, not {n}" for t, n in newest.items() if ids[t] < n]
+    return "; ".join(wrong)
 
 
 def _back_up(connection: apsw.Connection, target: Path) -> None:
