@@ -4657,10 +4657,11 @@ class Ledger:
         self._know_barrier(start.require_admission(), start.who)
         reach("admit.judged")
         run = self.unfinished(job)
-        kept = run is not None and self._is_kept(run, start.owner)
-        if run is not None:
-            run = self._settled(run, start, said, kept=kept)
-        if run is None or run.finished:
+        if run is None:
+            return None, False
+        kept = self._is_kept(run, start.owner)
+        run = self._settled(run, start, said, kept=kept)
+        if run.finished:
             return None, False
         if start.retry and not kept:
             raise unfinished_before_retry(run)
@@ -4758,7 +4759,8 @@ class Ledger:
         self._keep_overrides(run, start)
         if agreement.content is not None:
             start.write_checkpoint(run.id, agreement.content)
-        said += [agreement.said] if agreement.said else []
+        if agreement.said:
+            said.append(agreement.said)
 
     def _keep_overrides(self, run: Run, start: Start) -> None:
         """Keep the settings given with this start, as long as nothing was committed with others."""
@@ -5734,8 +5736,7 @@ def open_ledger(
                 return _open_known(path, host, str(path), apsw.SQLITE_OPEN_READWRITE, write=write)
         return _open_known(path, host, uri_to_read(path), READ_ONLY, write=False)
     except apsw.Error as error:
-        letter = ledger_letter(error, path, host)
-        raise letter from error
+        raise ledger_letter(error, path, host) from error
 
 
 READ_ONLY = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
