@@ -3584,41 +3584,28 @@ FROM run r JOIN operation o ON o.run = r.key GROUP BY r.id, o.job, coalesce(o.ou
 SINCE_VERSION_3 += VIEWS
 SCHEMA += SINCE_VERSION_2 + SINCE_VERSION_3
 
+
+def added(table: str, columns: str) -> str:
+    """Return the statements that add to a table the columns that SCHEMA names in these words."""
+    return "".join(f"ALTER TABLE {table} ADD COLUMN {column};\n" for column in columns.split(", "))
+
+
 # One entry a step: MIGRATIONS[n] turns a ledger of user_version n into n + 1.
 MIGRATIONS = {
-    1: """
-ALTER TABLE run ADD COLUMN tried TEXT;
-ALTER TABLE run ADD COLUMN tries INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE run ADD COLUMN size INTEGER;
-ALTER TABLE run ADD COLUMN paused_s REAL NOT NULL DEFAULT 0;
-ALTER TABLE run ADD COLUMN checks_at TEXT;
-ALTER TABLE run ADD COLUMN deferred TEXT;
-ALTER TABLE run ADD COLUMN retry_of TEXT REFERENCES run (id);
-ALTER TABLE attempt ADD COLUMN charged INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE attempt ADD COLUMN retry INTEGER;
-ALTER TABLE attempt ADD COLUMN cleans_until REAL;
-ALTER TABLE attempt ADD COLUMN admitted INTEGER REFERENCES event;
-ALTER TABLE batch ADD COLUMN rss_bytes INTEGER;
-ALTER TABLE batch ADD COLUMN open_files INTEGER;
-ALTER TABLE batch ADD COLUMN connections INTEGER;
-ALTER TABLE batch ADD COLUMN threads INTEGER;
-ALTER TABLE batch ADD COLUMN children INTEGER;
-ALTER TABLE reject ADD COLUMN value TEXT;
-ALTER TABLE reject ADD COLUMN raw INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE reject ADD COLUMN record_number INTEGER;
-ALTER TABLE reject ADD COLUMN tries INTEGER NOT NULL DEFAULT 1;
-ALTER TABLE reject ADD COLUMN state TEXT NOT NULL DEFAULT 'open';
-ALTER TABLE reject ADD COLUMN retry INTEGER REFERENCES run;
-ALTER TABLE reject ADD COLUMN why TEXT;
-"""
+    1: added("run", "tried TEXT, tries INTEGER NOT NULL DEFAULT 0, size INTEGER")
+    + added("run", "paused_s REAL NOT NULL DEFAULT 0, checks_at TEXT, deferred TEXT")
+    + added("run", "retry_of TEXT REFERENCES run (id)")
+    + added("attempt", "charged INTEGER NOT NULL DEFAULT 0, retry INTEGER, cleans_until REAL")
+    + added("attempt", "admitted INTEGER REFERENCES event")
+    + added("batch", "rss_bytes INTEGER, open_files INTEGER, connections INTEGER")
+    + added("batch", "threads INTEGER, children INTEGER")
+    + added("reject", "value TEXT, raw INTEGER NOT NULL DEFAULT 0, record_number INTEGER")
+    + added("reject", "tries INTEGER NOT NULL DEFAULT 1, state TEXT NOT NULL DEFAULT 'open'")
+    + added("reject", "retry INTEGER REFERENCES run, why TEXT")
     + SINCE_VERSION_2,
-    2: """
-ALTER TABLE ledger ADD COLUMN ticked_at TEXT;
-ALTER TABLE run ADD COLUMN rollback_of TEXT REFERENCES run (id);
-ALTER TABLE run ADD COLUMN rollback_to INTEGER;
-ALTER TABLE batch ADD COLUMN remembered INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE batch ADD COLUMN images TEXT;
-"""
+    2: added("ledger", "ticked_at TEXT")
+    + added("run", "rollback_of TEXT REFERENCES run (id), rollback_to INTEGER")
+    + added("batch", "remembered INTEGER NOT NULL DEFAULT 0, images TEXT")
     + SINCE_VERSION_3,
 }
 
@@ -3641,8 +3628,6 @@ MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error
     OR (request = 'drain' AND :to NOT IN ('reserved', 'running')), NULL, request),
   deferred = iif(:ends OR :to = 'reserved', NULL, deferred)
   WHERE key = :key AND state = :state RETURNING 1"""
-CLEANUPS = """SELECT c.id, r.id, r.job, c.function, c.arguments, c.made_at, c.done_at, c.error,
-  c.elapsed_s, c.of_run FROM cleanup c JOIN run r ON r.key = c.run WHERE"""
 CUT_OFF = "the process ended during the call"
 # The outcome of an open operation, or why it is open still; and a claim, also of a freed key.
 OUTCOME = """UPDATE operation SET outcome = ?, receipt = ?, ended_at = ?, who = ?, why = ?
@@ -3657,11 +3642,16 @@ DONE, CONFIRMED, FREED = "done", "confirmed", "freed"
 DELIVERY_TRIES, DELIVERIES_AT_ONCE = 12, 32
 TRIED = "SELECT count(*), coalesce(max(at), '') FROM delivery WHERE alert = ? AND way = ?"
 DELIVERY_WAITS_S = (60, 240, 960, 3600)  # between two tries; the last one again and again
+EVENTS = """(SELECT e.id, e.at, r.id AS run, e.job, e.who, e.what, e.why, e.run AS key
+  FROM event e LEFT JOIN run r ON r.key = e.run)"""
+CLEANUPS = """(SELECT c.id, r.id AS run, r.job, c.function, c.arguments, c.made_at, c.done_at,
+  c.error, c.elapsed_s, c.of_run, c.run AS key, r.state
+  FROM cleanup c JOIN run r ON r.key = c.run)"""
 # The rejects of a run (?1) and of its retries, numbered over all of them.
-REJECTS = """SELECT * FROM (
-  SELECT row_number() OVER (ORDER BY j.run, j.number, j.place) AS id, r.id AS run, j.number,
-    j.generation, j.place, j.loop, j.record, j.reason, j.at, j.value, j.raw, j.record_number,
-    j.tries, j.state, n.id AS retry, j.why, j.run AS key
+REJECTS = """(SELECT row_number() OVER (ORDER BY j.run, j.number, j.place) AS id, r.id AS run,
+    j.number, j.generation, j.place, j.loop, j.record, j.reason, j.at, j.value, j.raw,
+    j.record_number, j.tries, j.state, n.id AS retry, j.why, j.run AS key,
+    json_array(j.run, j.number, j.place) AS spot
   FROM reject j JOIN run r ON r.key = j.run LEFT JOIN run n ON n.key = j.retry
   WHERE j.confirmed AND j.run IN (SELECT key FROM run WHERE id = ?1 OR retry_of = ?1))"""
 # What is remembered and not undone: key of the run r, number and image of its batch b.
@@ -3691,10 +3681,19 @@ PRUNABLE = """SELECT key, id FROM run r
 KIN = """SELECT id, retry_of FROM run WHERE retry_of IS NOT NULL
   UNION ALL SELECT id, rollback_of FROM run WHERE rollback_of IS NOT NULL"""
 ROWS_OF_A_RUN = ("reading", "health_check", "cleanup", "approval", "reject", "batch", "attempt")
-REFERRED = """SELECT admitted FROM attempt WHERE admitted IS NOT NULL AND run IS NOT ?1
+REFERRED = """SELECT admitted FROM attempt WHERE admitted IS NOT NULL
   UNION SELECT opened FROM barrier UNION SELECT overdue FROM barrier WHERE overdue IS NOT NULL
   UNION SELECT closed FROM barrier WHERE closed IS NOT NULL UNION SELECT max(id) FROM event
   UNION SELECT id FROM event WHERE run IS NULL AND what = 'expected'"""
+# What is of no run that is kept, and was over before a moment.
+PRUNE_THE_REST = f"""DELETE FROM reading WHERE at < :before;
+DELETE FROM health_check WHERE at < :before;
+DELETE FROM drain WHERE barrier IN (SELECT id FROM barrier WHERE closed_at < :before);
+DELETE FROM barrier WHERE closed_at < :before;
+DELETE FROM delivery WHERE alert IN
+  (SELECT id FROM alert WHERE closed_at < :before AND pending = '[]');
+DELETE FROM alert WHERE closed_at < :before AND pending = '[]';
+DELETE FROM event WHERE run IS NULL AND at < :before AND id NOT IN ({REFERRED})"""
 COMMITS_AT_ONCE = 5_000  # commits of a run that go in one transaction
 # A run (?1, its id ?2) in spans of ?4 s from ?3, at most ?5: one row a span, never one a batch.
 SPANS = """SELECT ?4 * max(0, min(?5 - 1,
@@ -3803,13 +3802,16 @@ class Rollback(NamedTuple):
     why: str = ""
 
 
+Find = Callable[[], Lockfile | None]  # looks for the lockfile of a maintenance
+
+
 class Start(NamedTuple):
     """One start, as an admission judges it."""
 
     owner: ProcessIdentity  # the supervisor
     who: str  # the same in words, for events
     run_id: str  # the id for a new run
-    require_admission: Callable[[], Lockfile | None]  # raises if it closes this job
+    require_admission: Find  # raises if it closes this job
     require_may_go_on: Callable[[Run], None]  # raises if the unfinished run needs a person
     write_checkpoint: Callable[[str, bytes], None]  # writes a run's checkpoint anew
     overrides: Mapping[str, str] = {}
@@ -3858,20 +3860,19 @@ def after_ending(run: Run, attempt: Attempt) -> After:
     return After(state, reason, attempt.error or "")
 
 
-TABLES: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch"}
-TABLES |= {Barrier: "barrier", Reading: "reading", HealthCheck: "health_check"}
-TABLES |= {Approval: "approval", Drain: "drain", Operation: "operation", Alert: "alert"}
+READ_FROM: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch", Event: EVENTS}
+READ_FROM |= {Barrier: "barrier", Reading: "reading", HealthCheck: "health_check"}
+READ_FROM |= {Approval: "approval", Drain: "drain", Operation: "operation", Alert: "alert"}
+READ_FROM |= {Cleanup: CLEANUPS, RejectRow: REJECTS}
 READ_AS: dict[str, Callable[[Any], Any]] = {  # annotation of a row's field -> value of a column
     "RunState": RunState,
     "ProcessIdentity": lambda text: ProcessIdentity(**json.loads(text)),
     "ProcessIdentity | None": lambda text: text and ProcessIdentity(**json.loads(text)),
-    "dict[str, int]": json.loads,
-    "dict[str, str]": json.loads,
-    "list[dict[str, Any]]": json.loads,
-    "list[str]": json.loads,
-    "Sequence[str]": json.loads,
     "dict[str, Any] | None": lambda text: text and json.loads(text),
+    "tuple[int, int, int]": lambda text: tuple(json.loads(text)),
 }
+READ_AS |= dict.fromkeys(("dict[str, int]", "dict[str, str]", "dict[str, Any]"), json.loads)
+READ_AS |= dict.fromkeys(("list[dict[str, Any]]", "list[str]", "Sequence[str]"), json.loads)
 
 
 class Ledger:
@@ -3991,9 +3992,9 @@ class Ledger:
             return cast("list[Any]", self._sql(sql, bindings).fetchall())
 
     def _all(self, kind: type[T], where: str, *bindings: object) -> list[T]:
-        """Return the rows of one table."""
+        """Return the rows of one class."""
         notes = kind.__annotations__
-        rows = self._rows(f"SELECT {', '.join(notes)} FROM {TABLES[kind]} {where}", *bindings)
+        rows = self._rows(f"SELECT {', '.join(notes)} FROM {READ_FROM[kind]} {where}", *bindings)
         reads = [READ_AS.get(note) for note in notes.values()]
         if not any(reads):
             return [kind(*row) for row in rows]
@@ -4004,6 +4005,11 @@ class Ledger:
 
     def _one(self, kind: type[T], where: str, *bindings: object) -> T | None:
         return next(iter(self._all(kind, where, *bindings)), None)
+
+    def _value(self, kind: Callable[[Any], T], sql: str, *bindings: object) -> T | None:
+        """Return the value that a query finds first; None if it finds none or NULL."""
+        value = next((row[0] for row in self._rows(sql, *bindings)), None)
+        return None if value is None else kind(value)
 
     def run(self, key: int) -> Run:
         """Return a run as it stands now."""
@@ -4066,19 +4072,18 @@ class Ledger:
 
     def rejects(self, run: Run) -> list[RejectRow]:
         """Return the rejects of a run and of its retries, by id; of a retry: of its whole kin."""
-        rows = self._rows(f"{REJECTS} ORDER BY id", run.retry_of or run.id)
-        return [_reject_row(row) for row in rows]
+        return self._all(RejectRow, "ORDER BY id", run.retry_of or run.id)
 
     def rejects_taken_up(
         self, run: Run, loop: str, after: tuple[int, int, int] | None, limit: int
     ) -> list[RejectRow]:
         """Return the rejects of one loop that a retry has taken up, behind a spot, in order."""
-        rows = self._rows(
-            f"{REJECTS} WHERE retry = ?2 AND loop = ?3 AND state = 'open'"
-            " AND (key, number, place) > (?4, ?5, ?6) ORDER BY id LIMIT ?7",
-            *(run.retry_of, run.id, loop, *(after or (0, 0, -1)), limit),
+        where = (
+            "WHERE retry = ?2 AND loop = ?3 AND state = 'open'"
+            " AND (key, number, place) > (?4, ?5, ?6) ORDER BY id LIMIT ?7"
         )
-        return [_reject_row(row) for row in rows]
+        behind = after or (0, 0, -1)
+        return self._all(RejectRow, where, run.retry_of, run.id, loop, *behind, limit)
 
     def runs_with_open_rejects(self) -> list[tuple[Run, int]]:
         """Return the runs of which rejects wait for a person, and how many, a retry's own too."""
@@ -4126,48 +4131,51 @@ class Ledger:
     def require_can_roll_back(self, rollback: Rollback) -> None:
         """Refuse a rollback that must not begin; says why, and what to do first."""
         run, to, top, _ = rollback
-        going_on = self.unfinished(run.job)
-        unknown = len(self.open_operations(run))
+        going_on, unknown = self.unfinished(run.job), len(self.open_operations(run))
         others = f"{REMEMBERED} AND r.job = ? AND r.key != ? ORDER BY r.key DESC LIMIT 1"
-        newest = self._rows(others, run.job, run.key)
+        newest = self._value(int, others, run.job, run.key)
         remembers = run.checkpoint and any(row.images for row in self.batches_of(rollback))
         applies: dict[str, object] = {
             "is one": run.rollback_of,
             "unfinished": not run.finished,
             "another goes on": going_on,
             "unknown": unknown,
-            "later": newest and newest[0][0] > run.key,
+            "later": newest and newest > run.key,
             "no such batch": to < 0 or to > run.number,
             "done": to >= top and top < run.number,
             "nothing": not remembers,
         }
         clause = next((clause for clause, so in applies.items() if so), "")
         if clause:
-            other = going_on or (self.run(newest[0][0]) if newest else run)
+            other = going_on or (self.run(newest) if newest else run)
             left = [row.key for row in self.operations_of(rollback)]
-            raise cannot_roll_back(clause, rollback, other, unknown, left)
+            facts = {"run": run, "to": to, "top": top, "unknown": unknown, "other": other}
+            has_rows = f"The newest run that has remembered rows: batchrun rollback {other.id}"
+            facts["next"] = has_rows if other.id != run.id else f"See: batchrun report {run.id}"
+            facts["left"] = f"\n{not_undone(len(left), '', left)}" if left else ""
+            what, why, todo = filled(REFUSED_ROLLBACKS[clause], facts)
+            kind = ConfigurationError if clause == "no such batch" else PersonNeeded
+            raise kind(what, why=why, unchanged="Nothing was undone.", todo=todo)
 
     def releases_until(self, run: Run) -> float | None:
         """Return by when a run's worker has released what it holds; None if it is not at that."""
         sql = "SELECT cleans_until FROM attempt WHERE run = ? AND generation = ?"
-        rows = self._rows(sql, run.key, run.generation)
-        return cast("float | None", rows[0][0]) if rows else None
+        return self._value(float, sql, run.key, run.generation)
 
     def called_cleanup(self, run: Run) -> Cleanup | None:
         """Return the cleanup that a run's worker, which releases what it holds, is calling."""
         if self.releases_until(run) is None:
             return None
-        called = [c for c in self.pending_cleanups(run.job) if c.error == CUT_OFF]
-        return called[0] if called else None
+        mine = f"WHERE done_at IS NULL AND job = ? AND error = '{CUT_OFF}' ORDER BY id LIMIT 1"
+        return self._one(Cleanup, mine, run.job)
 
     def ticked_at(self) -> str | None:
         """Return when the tick ran last."""
-        return cast("str | None", self._rows("SELECT ticked_at FROM ledger")[0][0])
+        return self._value(str, "SELECT ticked_at FROM ledger")
 
     def first_met(self, job: str) -> str | None:
         """Return when a job was first heard of."""
-        found = self._rows("SELECT at FROM event WHERE job = ? ORDER BY id LIMIT 1", job)
-        return found[0][0] if found else None
+        return self._value(str, "SELECT at FROM event WHERE job = ? ORDER BY id LIMIT 1", job)
 
     def alerts(self, where: str = "closed_at IS NULL") -> list[Alert]:
         """Return the alerts that stand, oldest first."""
@@ -4185,8 +4193,8 @@ class Ledger:
     def success_since(self, alert: Alert) -> Run | None:
         """Return the newest success of an alert's job, if it came after the alert."""
         run = self.last_success(alert.job or "")
-        sql = "SELECT 1 FROM event WHERE run = ? AND id > ? LIMIT 1"
-        return run if run and self._rows(sql, run.key, alert.event) else None
+        newest = run and self._value(int, "SELECT max(id) FROM event WHERE run = ?", run.key)
+        return run if (newest or 0) > alert.event else None
 
     def left_open(self, job: str) -> tuple[int, int]:
         """Return how many operations of a job have no outcome, and how many rejects wait."""
@@ -4198,27 +4206,25 @@ class Ledger:
         )
         return cast("tuple[int, int]", self._rows(sql, job)[0])
 
-    def _cleanups(self, where: str, *bindings: object) -> list[Cleanup]:
-        rows = self._rows(f"{CLEANUPS} {where} ORDER BY c.id", *bindings)
-        return [Cleanup._make([*row[:4], json.loads(row[4]), *row[5:]]) for row in rows]
-
     def cleanups(self, run: Run) -> list[Cleanup]:
         """Return the cleanups that a run recorded, in order."""
-        return self._cleanups("c.run = ?", run.key)
+        return self._all(Cleanup, "WHERE key = ? ORDER BY id", run.key)
 
     def pending_cleanups(self, job: str, kept_for: Run | None = None) -> list[Cleanup]:
         """Return the cleanups that are still to be run for a job, in order, of all its runs.
 
         Without those that are to wait until a run, which goes on, is finished.
         """
-        mine = "c.done_at IS NULL AND r.job = ?1 AND NOT (c.of_run AND c.run IS ?2)"
-        return self._cleanups(mine, job, kept_for and kept_for.key)
+        mine = "WHERE done_at IS NULL AND job = ?1 AND NOT (of_run AND key IS ?2) ORDER BY id"
+        return self._all(Cleanup, mine, job, kept_for and kept_for.key)
 
     def stuck_cleanups(self) -> list[Cleanup]:
         """Return the pending cleanups that failed, or whose run does not go on; nobody is at it."""
-        stuck = "(r.state IN ('succeeded', 'cancelled') OR c.error IS NOT NULL)"
-        owned = ", ".join(f"'{state}'" for state in OWNED)
-        return self._cleanups(f"c.done_at IS NULL AND {stuck} AND r.state NOT IN ({owned})")
+        return self._all(
+            Cleanup,
+            "WHERE done_at IS NULL AND state NOT IN ('reserved', 'running')"
+            " AND (state IN ('succeeded', 'cancelled') OR error IS NOT NULL) ORDER BY id",
+        )
 
     def readings(self, run: Run, newest: int = 100) -> list[Reading]:
         """Return the newest readings of a run, oldest first."""
@@ -4269,7 +4275,7 @@ class Ledger:
         counts = "SELECT outcome, operations FROM operation_summary WHERE run = ?"
         return {
             **total,
-            "batch_p95_s": next(iter(self._rows(SLOW, run.key)), (None,))[0],
+            "batch_p95_s": self._value(float, SLOW, run.key),
             "span_s": span_s,
             "spans": spans,
             "operations": self._named(counts, run.id),
@@ -4310,26 +4316,21 @@ class Ledger:
 
     def newest_operation(self) -> int:
         """Return the highest operation id that was ever given; no row is ever deleted."""
-        return int(self._rows("SELECT coalesce(max(id), 0) FROM operation")[0][0])
+        return self._value(int, "SELECT max(id) FROM operation") or 0
 
     def newest_event(self) -> int:
         """Return the highest event id that was ever given."""
-        rows = self._rows("SELECT seq FROM sqlite_sequence WHERE name = 'event'")
-        return int(rows[0][0]) if rows else 0
+        return self._value(int, "SELECT seq FROM sqlite_sequence WHERE name = 'event'") or 0
 
     def events(self, run: Run | None = None, *, what: str = "%", after: int = 0) -> list[Event]:
         """Return events in the order of their ids: of a run, or all.
 
         `what` is a pattern for SQL's LIKE; only ids above `after` are returned.
         """
-        mine = " AND e.run = ?3" if run else ""
-        sql = (
-            "SELECT e.id, e.at, r.id, e.job, e.who, e.what, e.why FROM event e"
-            f" LEFT JOIN run r ON r.key = e.run WHERE e.id > ?1 AND e.what LIKE ?2{mine}"
-            " ORDER BY e.id"
-        )
-        bindings = (after, what, *([run.key] if run else []))
-        return [Event(*row) for row in self._rows(sql, *bindings)]
+        where = "WHERE id > ? AND what LIKE ?"
+        if run is None:
+            return self._all(Event, f"{where} ORDER BY id", after, what)
+        return self._all(Event, f"{where} AND key = ? ORDER BY id", after, what, run.key)
 
     def refused_since_success(self, job: str) -> int:
         """Return how many starts of a job were refused since it last succeeded."""
@@ -4338,7 +4339,7 @@ class Ledger:
             "SELECT count(*) FROM event WHERE job = ? AND what LIKE 'refused%' AND id >"
             " coalesce((SELECT max(id) FROM event WHERE run = ?), 0)"
         )
-        return int(self._rows(sql, job, last.key if last else None)[0][0])
+        return self._value(int, sql, job, last and last.key) or 0
 
     def barrier(self) -> Barrier | None:
         """Return the barrier that is up, as far as the ledger has met it."""
@@ -4484,9 +4485,7 @@ class Ledger:
 
     # -- verbs: maintenance ----------------------------------------------------------------
 
-    def begin_drain(
-        self, who: str, deadline_s: float, find: Callable[[], Lockfile | None]
-    ) -> Drain | None:
+    def begin_drain(self, who: str, deadline_s: float, find: Find) -> Drain | None:
         """Begin the drain of the barrier that is up, or go on with it; None if none is up.
 
         One that has ended well stays so until it is found otherwise.
@@ -4496,27 +4495,24 @@ class Ledger:
             barrier = self.barrier()
             if barrier is None:
                 return None
-            wish: dict[str, object] = {"who": who, "deadline_s": deadline_s}
-            mine: dict[str, object] = {"barrier": barrier.id}
+            wish: dict[str, Any] = {"who": who, "deadline_s": deadline_s}
             drain = self.drain_of(barrier)
             if drain is None:
-                self._insert("drain", at=self._host.now(), **mine, **wish)
+                self._insert("drain", barrier=barrier.id, at=self._host.now(), **wish)
                 self._event(None, who, "drain", barrier.reason)
             elif drain.exit_code != ExitCode.DONE:
-                self._set("drain", mine, ended_at=None, exit_code=None, report=None, **wish)
+                wish |= {"ended_at": None, "exit_code": None, "report": None}
+                self._set("drain", {"id": drain.id}, **wish)
                 self._event(None, who, "drain goes on", barrier.reason)
         reach("drain.begun")
         return self.drain_of(barrier)
 
     def ask_to_drain(self, run: Run, who: str) -> None:
         """Ask a run to stop for a drain, if somebody owns it and nothing else is asked of it."""
-        sql = (
-            "UPDATE run SET request = 'drain' WHERE key = ? AND request IS NULL"
-            " AND state IN ('reserved', 'running') RETURNING 1"
-        )
         with self._writing():
-            if self._sql(sql, (run.key,)).fetchone() is not None:
-                self._event(run, who, f"requested: {Request.DRAIN}", "")
+            run = self.run(run.key)
+            if run.state in OWNED and run.request is None:
+                self._wish(run, Request.DRAIN, who)
 
     def settle_left(self, run: Run, who: str) -> None:
         """Bring a run that its owner left to the state it earned; the caller holds its lock."""
@@ -4526,12 +4522,7 @@ class Ledger:
                 self._supersede(self._settle(run, DIED, who))
 
     def end_drain(
-        self,
-        drain: Drain,
-        who: str,
-        code: ExitCode,
-        find: Callable[[], Lockfile | None],
-        report: Mapping[str, object],
+        self, drain: Drain, who: str, code: ExitCode, find: Find, report: Mapping[str, object]
     ) -> Drain:
         """Record how a drain ended: failed, whatever it found, if its barrier fell before."""
         with self._writing():
@@ -4546,7 +4537,7 @@ class Ledger:
         return self._all(Drain, "WHERE id = ?", drain.id)[0]
 
     def raise_barrier(
-        self, who: str, find: Callable[[], Lockfile | None], make: Callable[[], Lockfile]
+        self, who: str, find: Find, make: Callable[[], Lockfile]
     ) -> tuple[Lockfile, bool]:
         """Make the lockfile and its row, if none is there; return it, and whether it was made."""
         with self._writing():
@@ -4560,7 +4551,7 @@ class Ledger:
         return lockfile, found is None
 
     def lower_barrier(
-        self, who: str, why: str, find: Callable[[], Lockfile | None], remove: Callable[[], None]
+        self, who: str, why: str, find: Find, remove: Callable[[], None]
     ) -> Barrier | None:
         """Remove the lockfile and close its row, which is returned; None if none was there."""
         with self._writing():
@@ -4573,15 +4564,7 @@ class Ledger:
         reach("barrier.lowered")
         return self._one(Barrier, "WHERE id = ?", barrier.id) if barrier else None
 
-    def refuse(
-        self,
-        job: str,
-        who: str,
-        why: str,
-        find: Callable[[], Lockfile | None],
-        *,
-        counts: bool = True,
-    ) -> None:
+    def refuse(self, job: str, who: str, why: str, find: Find, *, counts: bool = True) -> None:
         """Record the barrier that refused a start, if it was not known, and the start if it counts.
 
         The tick's does not: it comes again every few minutes, and nothing is missed without it.
@@ -4599,10 +4582,9 @@ class Ledger:
             barrier = None
         if found is None:
             return
-        told: dict[str, object] = {name: getattr(found, name) for name in ("reason", "until")}
-        told["who"] = found.by
+        told: dict[str, Any] = {"who": found.by, "reason": found.reason, "until": found.until}
         if barrier is None:
-            told |= {name: getattr(found, name) for name in ("device", "inode", "scopes")}
+            told |= {"device": found.device, "inode": found.inode, "scopes": found.scopes}
             opened = self._event(None, who, "maintenance on", found.reason)
             self._insert("barrier", at=found.since or self._host.now(), opened=opened, **told)
         elif any(getattr(barrier, name) != value for name, value in told.items()):
@@ -4642,9 +4624,7 @@ class Ledger:
                 run = self._insert_run(job, start, RunState.RESERVED)
             else:
                 self._take_over(run, start, agree(run), said, kept=kept)
-            admitted = self.newest_event()
-            generation = self._insert_attempt(run, start.owner)
-            self._set_attempt(run, generation, admitted=admitted)
+            generation = self._insert_attempt(run, start.owner, admitted=self.newest_event())
             reach("admit.commit")
         reach("admit.committed")
         return Admission(self.run(run.key), generation, said, deferred)
@@ -4677,15 +4657,16 @@ class Ledger:
         self._know_barrier(start.require_admission(), start.who)
         reach("admit.judged")
         run = self.unfinished(job)
-        kept = run is not None and self._is_kept(run, start.owner)
-        if run is not None:
-            run = self._settled(run, start, said, kept=kept)
-        if run is None or run.finished:
+        if run is None:
+            return None, False
+        kept = self._is_kept(run, start.owner)
+        run = self._settled(run, start, said, kept=kept)
+        if run.finished:
             return None, False
         if start.retry and not kept:
             raise unfinished_before_retry(run)
         if start.rollback and not kept:
-            raise cannot_roll_back("another goes on", start.rollback, run)
+            self.require_can_roll_back(start.rollback)  # it cannot: this run is unfinished
         return run, kept
 
     def _finished_meanwhile(self, job: str) -> Run:
@@ -4696,20 +4677,21 @@ class Ledger:
 
     def _insert_run(self, job: str, start: Start, state: RunState) -> Run:
         """Insert a new run in state `reserved` or `waiting`."""
-        columns = {
-            "overrides": start.overrides,
-            "fresh_in_a_row": start.fresh_in_a_row,
-            "retry_of": start.retry and (start.retry.of.retry_of or start.retry.of.id),
-        }
-        undoes = start.rollback
+        retry, undoes = start.retry, start.rollback
         if undoes:
             self.require_can_roll_back(undoes)
-            columns |= {"rollback_of": undoes.of.id, "rollback_to": undoes.to}
+        columns: dict[str, object] = {
+            "overrides": start.overrides,
+            "fresh_in_a_row": start.fresh_in_a_row,
+            "retry_of": retry and (retry.of.retry_of or retry.of.id),
+            "rollback_of": undoes and undoes.of.id,
+            "rollback_to": undoes and undoes.to,
+        }
         run = self._make_run(start.run_id, job, state, self._host.now(), **columns)
         said = "started" if state == RunState.RESERVED else str(state)
         self._event(run, start.who, said, TRANSITIONS[NEW, state])
-        if start.retry:
-            self._take_up(start.retry, run.key)
+        if retry:
+            self._take_up(retry, run.key)
         if undoes:
             why = f"to batch {undoes.to}, by run {run.id}{undoes.why and f': {undoes.why}'}"
             self._event(undoes.of, start.who, "rollback begun", why)
@@ -4724,12 +4706,16 @@ class Ledger:
         """Let a new run have the rejects that it is to run again, and no other."""
         sql = (
             "UPDATE reject SET retry = ? WHERE (run, number, place) = (?, ?, ?)"
-            " AND confirmed AND state = 'open' AND value IS NOT NULL"
+            " AND confirmed AND state = 'open' AND value IS NOT NULL RETURNING 1"
         )
-        before = self._connection.total_changes()
-        self._connection.executemany(sql, [(key, *spot) for spot in retry.spots])
-        if self._connection.total_changes() == before:
-            raise nothing_to_retry(retry.of)
+        taken = self._connection.executemany(sql, [(key, *spot) for spot in retry.spots])
+        if not taken.fetchall():
+            raise NotFound(
+                f"Run {retry.of.id} of {retry.of.job} has no open reject that can be run again.",
+                why="Each one is retried or dropped already, or only its text is kept.",
+                unchanged="Nothing was started.",
+                todo=f"See: batchrun rejects list {retry.of.id}",
+            )
 
     def _is_kept(self, run: Run, owner: ProcessIdentity) -> bool:
         """Tell whether this very supervisor keeps a run between two of its attempts."""
@@ -4742,11 +4728,13 @@ class Ledger:
         if run.state in OWNED and not kept:
             run = self._settle(run, DIED, start.who)
             said.append(f"run {run.id} was left by its owner: {run.state}")
+        if run.finished:
+            return run
         why = "cancelling was asked for before it ended"
-        if not run.finished and run.request != Request.CANCEL:
+        if run.request != Request.CANCEL:
             start.require_may_go_on(run)
-            why = start.fresh_reason
-        if not run.finished and (start.fresh or run.request == Request.CANCEL):
+            why = start.fresh_reason if start.fresh else ""
+        if why:
             run = self._cancel(run, start.who, why)
             said.append(f"run {run.id} cancelled: {why}")
         return run
@@ -4771,7 +4759,8 @@ class Ledger:
         self._keep_overrides(run, start)
         if agreement.content is not None:
             start.write_checkpoint(run.id, agreement.content)
-        said += [agreement.said] if agreement.said else []
+        if agreement.said:
+            said.append(agreement.said)
 
     def _keep_overrides(self, run: Run, start: Start) -> None:
         """Keep the settings given with this start, as long as nothing was committed with others."""
@@ -4786,11 +4775,11 @@ class Ledger:
             )
         self._set_run(run, overrides=start.overrides)
 
-    def _insert_attempt(self, run: Run, owner: ProcessIdentity) -> int:
+    def _insert_attempt(self, run: Run, owner: ProcessIdentity, **columns: object) -> int:
         """Raise the generation and insert its attempt."""
         generation, number = self._supersede(run), self.run(run.key).number
-        mine = {"run": run.key, "generation": generation, "supervisor": owner._asdict()}
-        self._insert("attempt", **mine, began_at=self._host.now(), from_number=number)
+        columns |= {"run": run.key, "generation": generation, "supervisor": owner._asdict()}
+        self._insert("attempt", began_at=self._host.now(), from_number=number, **columns)
         return generation
 
     def open_attempt(self, run: Run, generation: int, worker: ProcessIdentity, basis: Basis) -> Run:
@@ -4914,15 +4903,14 @@ class Ledger:
         """
         sql = (
             "UPDATE reject SET state = 'dropped', why = ? WHERE (run, number, place) = (?, ?, ?)"
-            " AND confirmed AND state = 'open'"
+            " AND confirmed AND state = 'open' RETURNING 1"
         )
         with self._writing():
             going_on = self.unfinished(run.job)
             if going_on is not None and going_on.retry_of == (run.retry_of or run.id):
                 raise unfinished_before_retry(going_on)
-            before = self._connection.total_changes()
-            self._connection.executemany(sql, [(why, *row.spot) for row in rows])
-            dropped = self._connection.total_changes() - before
+            open_yet = self._connection.executemany(sql, [(why, *row.spot) for row in rows])
+            dropped = len(open_yet.fetchall())
             if dropped:
                 self._event(run, who, f"{dropped} rejects dropped", why)
             return dropped
@@ -4994,9 +4982,8 @@ class Ledger:
         run = run if excused else self._charge(run, attempt)
         state, reason, why, size = decide(run, attempt)
         if size is not None:
-            mine: dict[str, object] = {"run": run.key, "generation": attempt.generation}
-            self._set("attempt", mine, retry=IN_HALVES)
-            self._set("run", {"key": run.key}, size=size)
+            self._set_attempt(run, attempt.generation, retry=IN_HALVES)
+            self._set_run(run, size=size)
         if state != run.state:
             return self._move(run, state, who=who, why=why, reason=reason)
         self._event(run, who, state, why)
@@ -5004,10 +4991,8 @@ class Ledger:
 
     def _charge(self, run: Run, attempt: Attempt) -> Run:
         """Charge the armed try once, if the batch caused the ending; see section 12."""
-        caused = attempt.retry is not None
-        if attempt.ending == Ending.DIED and run.state != RunState.RUNNING:
-            caused = False  # no batch was open
-        if not caused or attempt.charged:
+        no_batch_open = attempt.ending == Ending.DIED and run.state != RunState.RUNNING
+        if attempt.retry is None or no_batch_open or attempt.charged:
             return run
         self._set_attempt(run, attempt.generation, charged=1)
         self._set_run(run, tries=run.tries + 1)
@@ -5025,7 +5010,7 @@ class Ledger:
                 self._change(run, RunState.RESERVED)
                 run = self.run(run.key)
             self._move(run, RunState.PAUSED, who="supervisor", why=why, reason=reason)
-            self._set("run", {"key": run.key}, checks_at=None)
+            self._set_run(run, checks_at=None)
             return self.run(run.key)
 
     def keep_paused(self, run: Run, why: str, checks_at: str, paused_s: float) -> Run:
@@ -5034,7 +5019,7 @@ class Ledger:
             if run.state == RunState.RESERVED:
                 self._move(run, RunState.PAUSED, who="supervisor", why=why, reason=Reason.HEALTH)
             self._sql(ADD_PAUSE, (paused_s, run.key))
-            self._set("run", {"key": run.key}, checks_at=checks_at)
+            self._set_run(run, checks_at=checks_at)
             return self.run(run.key)
 
     def count_pause(self, run: Run, paused_s: float) -> None:
@@ -5058,29 +5043,24 @@ class Ledger:
     ) -> Cleanup | None:
         """Record a cleanup whose resource is about to be made; None if this attempt has it already.
 
-        What an earlier attempt of the job left pending of it is the new row's from now on;
+        What an earlier attempt of the job left pending of it is done, and its error the new row's.
         """
         same = (
-            "FROM cleanup c WHERE done_at IS NULL AND function = ?1 AND arguments = ?2"
-            " AND run IN (SELECT key FROM run WHERE job = ?3) AND of_run = ?4"
+            "done_at IS NULL AND function = ?1 AND arguments = ?2 AND of_run = ?3"
+            " AND run IN (SELECT key FROM run WHERE job = ?4)"
         )
-        bindings = (function, _compact(arguments), run.job, of_run)
-        mine = "run = ?5 AND generation = ?6"
+        bindings = (function, _compact(arguments), of_run, run.job)
+        newest = f"SELECT run, generation, error FROM cleanup WHERE {same} ORDER BY id DESC LIMIT 1"
+        anew = f"UPDATE cleanup SET done_at = ?5, error = ?6 WHERE {same} AND id <> ?7"
         now = self._host.now()
+        made: dict[str, Any] = {"run": run.key, "generation": generation, "made_at": now}
+        made |= {"function": function, "arguments": arguments, "of_run": of_run}
         with self._owning(run, generation):
-            fence = (*bindings, run.key, generation)
-            if self._sql(f"SELECT 1 {same} AND {mine}", fence).fetchone():
+            key, older, error = self._sql(newest, bindings).fetchone() or (None, 0, None)
+            if (key, older) == (run.key, generation):
                 return None
-            made: dict[str, Any] = {"run": run.key, "generation": generation, "made_at": now}
-            pending = f"SELECT error {same} ORDER BY id DESC LIMIT 1"
-            (error,) = self._sql(pending, bindings).fetchone() or (None,)
-            made |= {"function": function, "arguments": arguments, "error": error}
-            row = self._insert("cleanup", of_run=of_run, **made)
-            self._sql(
-                "UPDATE cleanup SET done_at = ?5, error = 'recorded anew: ' || ?6"
-                f" WHERE id IN (SELECT id {same} AND id <> ?6)",
-                (*bindings, now, row),
-            )
+            row = self._insert("cleanup", **made, error=error)
+            self._sql(anew, (*bindings, now, f"recorded anew: {row}", row))
         reach("cleanup.recorded", row)
         return Cleanup(row, run.id, run.job, function, arguments, now, None, error, None, of_run)
 
@@ -5104,8 +5084,8 @@ class Ledger:
         """Let a run's pending cleanups go: they are done, and nobody calls them any more."""
         error = f"let go by {who}: {why}"
         with self._writing():
-            for cleanup in self._cleanups("c.done_at IS NULL AND c.run = ?", run.key):
-                self._set("cleanup", {"id": cleanup.id}, done_at=self._host.now(), error=error)
+            pending: dict[str, object] = {"run": run.key, "done_at": None}
+            self._set("cleanup", pending, done_at=self._host.now(), error=error)
 
     def note_releases(self, run: Run, generation: int, until: float | None) -> None:
         """Record by when (CLOCK_MONOTONIC) a worker has released what it holds; None: it has."""
@@ -5222,11 +5202,9 @@ class Ledger:
             columns |= usage._asdict()
             known = usage.open_files is not None
             columns["connections"] = sum(usage.connections.values()) if known else None
+        columns |= {"run": run.key, "generation": generation, "at": self._host.now()}
         with self._owning(run, generation):
-            sql = "SELECT number FROM run WHERE key = ?"
-            columns["number"] = self._sql(sql, (run.key,)).fetchone()[0]
-            at = self._host.now()
-            self._insert("reading", run=run.key, generation=generation, at=at, **columns)
+            self._insert("reading", number=self.run(run.key).number, **columns)
 
     def record_health_check(
         self,
@@ -5239,26 +5217,23 @@ class Ledger:
     ) -> None:
         """Record, fenced, what a health check found: each factor in words, and what follows."""
         columns = {**factors, "verdict": verdict, "why": why, "elapsed_s": elapsed_s}
+        columns |= {"run": run.key, "generation": generation, "at": self._host.now()}
         with self._owning(run, generation):
-            at = self._host.now()
-            self._insert("health_check", run=run.key, generation=generation, at=at, **columns)
+            self._insert("health_check", **columns)
 
     # -- verbs: wishes and decisions -----------------------------------------------------
 
     def request(self, run: Run, request: Request, who: str) -> None:
         """Ask something of a run that has a live owner; nothing outranks a cancel."""
-        sql = (
-            f"UPDATE run SET request = ?1 WHERE key = ?2 AND {UNFINISHED}"
-            " AND (?1 = 'cancel' OR request IS NOT 'cancel') RETURNING 1"
-        )
         with self._writing():
-            if self._sql(sql, (request, run.key)).fetchone() is None:
+            run = self.run(run.key)
+            if run.finished or (run.request == Request.CANCEL and request != Request.CANCEL):
                 raise IllegalTransition(
                     f"Run {run.id} has finished, or is to be cancelled already.",
                     unchanged="Nothing was changed.",
                     todo=f"See: batchrun status {run.job}",
                 )
-            self._event(run, who, f"requested: {request}")
+            self._wish(run, request, who)
 
     def ask(self, run: Run, generation: int, name: str, summary: str) -> Approval:
         """Store a job's question, unless it was asked before, and return it as it stands."""
@@ -5306,9 +5281,7 @@ class Ledger:
         with self._writing():
             self._pause(run, who, Reason.PERSON)
 
-    def stop_at_barrier(
-        self, run: Run, who: str, why: str, find: Callable[[], Lockfile | None]
-    ) -> None:
+    def stop_at_barrier(self, run: Run, who: str, why: str, find: Find) -> None:
         """Pause a run whose next attempt maintenance turned away; the caller holds its lock."""
         with self._writing():
             self._know_barrier(find(), who)
@@ -5319,7 +5292,7 @@ class Ledger:
                 self._pause(run, who, Reason.MAINTENANCE, why)
 
     def _wish(self, run: Run, request: Request, who: str) -> None:
-        """Keep a wish that whoever takes the run next will honour."""
+        """Keep a wish that whoever has the run, or takes it next, will honour."""
         self._set_run(run, request=request)
         self._event(run, who, f"requested: {request}")
 
@@ -5352,46 +5325,38 @@ class Ledger:
             run = self._known_or_made(checkpoint, who)
             lost = gap_text(run.number + 1, checkpoint.number - 1)
             generation = max(run.generation, checkpoint.generation + 1)
-            before = {"generation": generation, "number": checkpoint.number - 1}
-            self._set_run(run, **before)
-            self._catch_up_with_events(checkpoint, who)
-            self._catch_up_with_operations(run, checkpoint, who)
+            self._set_run(run, generation=generation, number=checkpoint.number - 1)
+            self._catch_up(run, checkpoint, who)
             of_run = (run.key, checkpoint.number)
             self._sql("DELETE FROM batch WHERE run = ? AND number >= ?", of_run)
             self._apply_commit(run, checkpoint, *checkpoint_bytes(checkpoint), generation)
-            why = f"checkpoint {checkpoint.number} adopted; {lost}"
-            self._event(run, who, "repaired", why)
+            self._event(run, who, "repaired", f"checkpoint {checkpoint.number} adopted; {lost}")
             if run.state in OWNED:
                 self._move(run, RunState.INTERRUPTED, who=who, why="taken over by repair")
 
     def _known_or_made(self, checkpoint: Checkpoint, who: str) -> Run:
         """Return the run of a checkpoint, which is its job's newest; make it if it was lost."""
-        run = self.run_with_id(checkpoint.run)
-        if run is not None:
+        if run := self.run_with_id(checkpoint.run):
             return run
-        older = self.unfinished(checkpoint.job)
-        if older is not None:
+        if older := self.unfinished(checkpoint.job):
             self._cancel(older, who, "repair found a later run of the job")
         begun = (checkpoint.run, checkpoint.job, RunState.RESERVED, checkpoint.at)
         return self._make_run(*begun, job_version=checkpoint.job_version)
 
-    def _catch_up_with_events(self, checkpoint: Checkpoint, who: str) -> None:
-        """Let the ledger's clock stand after every event that a checkpoint knows of."""
+    def _catch_up(self, run: Run, checkpoint: Checkpoint, who: str) -> None:
+        """Let new events and operations have ids above all that a checkpoint knows of."""
+        now, newest = self._host.now(), self.newest_operation()
         behind = checkpoint.event - self.newest_event()
         if behind > 0:
             why = f"{behind} events were lost before this one"
-            lost = {"id": checkpoint.event + 1, "at": self._host.now(), "who": who}
-            self._insert("event", what="repaired", why=why, **lost)
-
-    def _catch_up_with_operations(self, run: Run, checkpoint: Checkpoint, who: str) -> None:
-        """Let the next operation's id be above all that a checkpoint knows of; a row says why."""
-        newest = self.newest_operation()
+            event = {"id": checkpoint.event + 1, "at": now, "who": who}
+            self._insert("event", what="repaired", why=why, **event)
         if checkpoint.operation > newest:
             lost = f"operations {newest + 1} to {checkpoint.operation} were lost"
             fence = {"run": run.key, "generation": 0, "number": 0, "arguments": b""}
-            ended = {"outcome": FREED, "who": who, "why": lost, "ended_at": self._host.now()}
             of_whom = {"id": checkpoint.operation, "job": run.job, "key": f"({lost})"}
-            self._insert("operation", **of_whom, **fence, claimed_at=self._host.now(), **ended)
+            ended = {"claimed_at": now, "outcome": FREED, "ended_at": now, "who": who, "why": lost}
+            self._insert("operation", **of_whom, **fence, **ended)
             self._event(run, who, "repaired", lost)
 
     # -- verbs: pruning -------------------------------------------------------------------
@@ -5413,15 +5378,14 @@ class Ledger:
         with self._writing():
             if run.key not in self.prunable(before):
                 return False, 0
-            rows, key = self._connection.total_changes(), (run.key,)
-            self._sql("UPDATE run SET checkpoint = NULL WHERE key = ?", key)
-            first = "(SELECT min(number) FROM batch WHERE run = ?1)"
-            self._sql(
-                f"DELETE FROM batch WHERE run = ?1 AND number < {first} + {COMMITS_AT_ONCE}", key
-            )
-            is_last = not self._sql("SELECT 1 FROM batch WHERE run = ?", key).fetchone()
+            self._set_run(run, checkpoint=None)
+            number = "number < (SELECT min(number) FROM batch WHERE run = ?1) + ?2"
+            slice_of_it = f"DELETE FROM batch WHERE run = ?1 AND {number}"
+            self._sql(slice_of_it, (run.key, COMMITS_AT_ONCE))
+            rows = self._connection.changes()
+            is_last = not self._rows("SELECT 1 FROM batch WHERE run = ? LIMIT 1", run.key)
             reach("prune.commit")
-            return is_last, self._connection.total_changes() - rows
+            return is_last, rows
 
     def forget(self, run: Run) -> int:
         """Remove what a run has beside commits and files, and its row; return how many rows.
@@ -5431,31 +5395,19 @@ class Ledger:
         key, rows = (run.key,), self._connection.total_changes()
         with self._writing():
             self._sql("UPDATE reject SET retry = NULL WHERE retry = ?", key)
-            self._sql(f"UPDATE event SET run = NULL WHERE run = ?1 AND id IN ({REFERRED})", key)
-            for table in (*ROWS_OF_A_RUN, "event"):
+            for table in ROWS_OF_A_RUN:
                 self._sql(f"DELETE FROM {table} WHERE run = ?", key)
+            self._sql(f"UPDATE event SET run = NULL WHERE run = ? AND id IN ({REFERRED})", key)
+            self._sql("DELETE FROM event WHERE run = ?", key)
             made = "SELECT 1 FROM operation WHERE run = ?1"
             self._sql(f"DELETE FROM run WHERE key = ?1 AND NOT EXISTS ({made})", key)
             return self._connection.total_changes() - rows
 
     def prune_the_rest(self, before: str) -> int:
-        """Remove old readings, barriers and alerts that are closed, and events of no run.
-
-        Returns:
-            How many rows.
-        """
+        """Remove old readings, closed barriers and alerts, events of no run; return how many."""
+        rows = self._connection.total_changes()
         with self._writing():
-            rows = self._connection.total_changes()
-            for table in ("reading", "health_check"):
-                self._sql(f"DELETE FROM {table} WHERE at < ?", (before,))
-            closed = "SELECT id FROM barrier WHERE closed_at < ?"
-            self._sql(f"DELETE FROM drain WHERE barrier IN ({closed})", (before,))
-            self._sql(f"DELETE FROM barrier WHERE id IN ({closed})", (before,))
-            told = "SELECT id FROM alert WHERE closed_at < ? AND pending = '[]'"
-            self._sql(f"DELETE FROM delivery WHERE alert IN ({told})", (before,))
-            self._sql(f"DELETE FROM alert WHERE id IN ({told})", (before,))
-            stay = f"run IS NULL AND at < ?2 AND id NOT IN ({REFERRED})"
-            self._sql(f"DELETE FROM event WHERE {stay}", (None, before))
+            self._sql(PRUNE_THE_REST, {"before": before})
             return self._connection.total_changes() - rows
 
     # -- one state change, one event ------------------------------------------------------
@@ -5501,7 +5453,7 @@ class Ledger:
         self._sql(insert_sql(table, *columns), bound_values(columns))
         return self._connection.last_insert_rowid()
 
-    def _set(self, table: str, which: dict[str, object], **columns: object) -> None:
+    def _set(self, table: str, which: Mapping[str, object], **columns: object) -> None:
         """Change columns of the rows that have these values; lists and dicts become JSON."""
         changes = ", ".join(f"{name} = :{name}" for name in columns)
         fits = " AND ".join(f"{name} IS :_{name}" for name in which)
@@ -5570,11 +5522,6 @@ class Ledger:
         return [(int(first), int(last)) for first, last in self._rows(sql, run.key, run.number)]
 
 
-def _reject_row(row: Sequence[Any]) -> RejectRow:
-    made = RejectRow(*row)  # its spot is the run's key so far
-    return made._replace(spot=(row[-1], made.number, made.place))
-
-
 @functools.cache
 def insert_sql(table: str, *columns: str) -> str:
     """Return the statement that inserts named values, always the same text for the same columns."""
@@ -5613,41 +5560,33 @@ def unfinished_before_retry(run: Run) -> PersonNeeded:
     )
 
 
-def nothing_to_retry(run: Run) -> NotFound:
-    """Return the letter for a retry without a record."""
-    return NotFound(
-        f"Run {run.id} of {run.job} has no open reject that can be run again.",
-        why="Each one is retried or dropped already, or only its text is kept.",
-        unchanged="Nothing was started.",
-        todo=f"See: batchrun rejects list {run.id}",
-    )
-
-
 REFUSED_ROLLBACKS = {  # why a rollback must not begin, first that applies: what, why, what to do
-    "is one": """Run {run} of {job} is a rollback itself, of run {of}.
+    "is one": """Run {run.id} of {run.job} is a rollback itself, of run {run.rollback_of}.
 It put back what was there before; what it has overwritten is not kept.
-Begin the job anew: batchrun run {job}""",
-    "unfinished": """Run {run} of {job} is {state}, so it is not rolled back.
+Begin the job anew: batchrun run {run.job}""",
+    "unfinished": """Run {run.id} of {run.job} is {run.state}, so it is not rolled back.
 Whoever goes on with it would do again what is undone.
-First give it up: batchrun cancel {run}""",
-    "another goes on": """Run {other} of {job} is {other_state}.
+First give it up: batchrun cancel {run.id}""",
+    "another goes on": """Run {other.id} of {run.job} is {other.state}.
 A job has one unfinished run at most, and a rollback is a run of its own.
 First type one of:
-  batchrun resume {other}
-  batchrun cancel {other}""",
-    "unknown": """{unknown} operations of run {run} of {job} have no known outcome.
+  batchrun resume {other.id}
+  batchrun cancel {other.id}""",
+    "unknown": """{unknown} operations of run {run.id} of {run.job} have no known outcome.
 Whether there is something to undo in the outside world is to be known first.
-Type: batchrun reconcile {run}""",
-    "later": """Run {other} of {job} is newer and has remembered rows that are not rolled back.
-It has changed what run {run} left; the newest changes are undone first.
-First type: batchrun rollback {other}""",
-    "no such batch": """Run {run} of {job} has no batch {to}; its newest commit is {number}.
+Type: batchrun reconcile {run.id}""",
+    "later": """\
+Run {other.id} of {run.job} is newer and has remembered rows that are not rolled back.
+It has changed what run {run.id} left; the newest changes are undone first.
+First type: batchrun rollback {other.id}""",
+    "no such batch": """\
+Run {run.id} of {run.job} has no batch {to}; its newest commit is {run.number}.
 Batches above --to-batch are undone, and 0 undoes all.
-See: batchrun report {run}""",
-    "done": """Run {run} of {job} is rolled back to batch {top} already.
+See: batchrun report {run.id}""",
+    "done": """Run {run.id} of {run.job} is rolled back to batch {top} already.
 There is nothing above batch {to} that is not undone.
-See: batchrun report {run}""",
-    "nothing": """Run {run} of {job} has nothing to undo above batch {to}.
+See: batchrun report {run.id}""",
+    "nothing": """Run {run.id} of {run.job} has nothing to undo above batch {to}.
 None of those batches has remembered a row, or what they had is being pruned.{left}
 {next}""",
 }
@@ -5656,22 +5595,6 @@ None of those batches has remembered a row, or what they had is being pruned.{le
 def filled(letter: str, facts: Mapping[str, object]) -> list[str]:
     """Return what, why and what to do of a letter in a table; a fact may have lines of its own."""
     return [part.format(**facts) for part in letter.split("\n", 2)]
-
-
-def cannot_roll_back(
-    clause: str, rollback: Rollback, other: Run, unknown: int = 0, left: Sequence[str] = ()
-) -> BatchrunError:
-    """Return the letter for a rollback that must not begin."""
-    run, to, top, _ = rollback
-    facts = {"run": run.id, "job": run.job, "state": run.state, "number": run.number}
-    facts |= {"to": to, "top": top, "of": run.rollback_of, "unknown": unknown}
-    facts |= {"other": other.id, "other_state": other.state}
-    has_rows = f"The newest run that has remembered rows: batchrun rollback {other.id}"
-    facts["next"] = has_rows if other.id != run.id else f"See: batchrun report {run.id}"
-    facts["left"] = f"\n{not_undone(len(left), '', left)}" if left else ""
-    what, why, todo = filled(REFUSED_ROLLBACKS[clause], facts)
-    kind = ConfigurationError if clause == "no such batch" else PersonNeeded
-    return kind(what, why=why, unchanged="Nothing was undone.", todo=todo)
 
 
 KEYS_SHOWN = 10
@@ -5813,8 +5736,7 @@ def open_ledger(
                 return _open_known(path, host, str(path), apsw.SQLITE_OPEN_READWRITE, write=write)
         return _open_known(path, host, uri_to_read(path), READ_ONLY, write=False)
     except apsw.Error as error:
-        letter = ledger_letter(error, path, host)
-        raise letter from error
+        raise ledger_letter(error, path, host) from error
 
 
 READ_ONLY = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
@@ -6019,9 +5941,11 @@ def fault_of_copy(path: Path, uuid: str, newest: Mapping[str, int]) -> str:
             ids, owner = newest_ids(copy), copy.execute("SELECT uuid FROM ledger").get
     except apsw.Error as error:
         return str(error)
-    behind = [f"its newest {t} is {ids[t]}, not {n}" for t, n in newest.items() if ids[t] < n]
-    strange = [f"it is of ledger {owner}"] * (owner != uuid)
-    return "; ".join([*(["; ".join(found)] * (found != ["ok"])), *strange, *behind])
+    wrong = [] if found == ["ok"] else found
+    if owner != uuid:
+        wrong.append(f"it is of ledger {owner}")
+    wrong += [f"its newest {t} is {ids[t]}, not {n}" for t, n in newest.items() if ids[t] < n]
+    return "; ".join(wrong)
 
 
 def _back_up(connection: apsw.Connection, target: Path) -> None:
