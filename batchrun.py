@@ -16472,11 +16472,23 @@ def times_of(sheet: Sheet) -> Iterator[tuple[float, str]]:
 # unless its reader went away. What is shown has no control characters but those that draw.
 #
 # click takes 40 ms to load and a worker parses nothing: `command` only keeps what a command is
-# made of, and `build_command_line` makes click's objects of it.
+# made of, and `build_command_line` makes click's objects of it. A command returns its Result, which
+# is written once it has closed what it opened, or an exit code if it has written for itself.
 
 GROUPS = ("Every day", "Deploy", "Answer and mend", "Set up")
 PLAIN_LINE_EVERY_S = 60.0
 ERROR, WARNING, NEWS = 3, 4, 6  # priorities of the journal's lines, those of syslog
+
+
+class Result(NamedTuple):
+    """What a command found out: written as text, or with --json as one document."""
+
+    text: str
+    document: dict[str, Any]
+    found: bool = False  # something that a person should look at: exit code 3
+
+
+Ended = Result | ExitCode  # how a command ended, which may have written its result by itself
 
 
 class CommandParts(NamedTuple):
@@ -16484,7 +16496,7 @@ class CommandParts(NamedTuple):
 
     group: str
     name: str
-    function: Callable[..., ExitCode]
+    function: Callable[..., Ended]
     parameters: Sequence[tuple[Sequence[str], dict[str, Any]]]
     exits: list[ExitCode]
 
@@ -16522,7 +16534,7 @@ def command(group: str, *parameters: Any, exits: Iterable[ExitCode] = ()) -> Cal
     """
     always = (ExitCode.DONE, ExitCode.USAGE, ExitCode.STATE_DIRECTORY)
 
-    def declare(function: Callable[..., ExitCode]) -> Callable[..., ExitCode]:
+    def declare(function: Callable[..., Ended]) -> Callable[..., Ended]:
         name = function.__name__.removesuffix("_command").replace("_", " ")
         COMMANDS.append(CommandParts(group, name, function, parameters, sorted({*always, *exits})))
         return function
@@ -16806,7 +16818,7 @@ def run_command(app: App, *, job: str, **asked: Any) -> ExitCode:
     *RUNNING,
     exits=RUN_EXITS,
 )
-def resume_command(app: App, *, run: str | None, everything: bool, **asked: Any) -> ExitCode:
+def resume_command(app: App, *, run: str | None, everything: bool, **asked: Any) -> Ended:
     """Go on with an unfinished run; without RUN, the only one."""
     app.host.systemd.ready()
     if everything:
@@ -16817,8 +16829,7 @@ def resume_command(app: App, *, run: str | None, everything: bool, **asked: Any)
     with app.ledger(write=True) as ledger:
         found = app.find_run(ledger, run) if run else only_unfinished(ledger)
     if found.finished:
-        app.console.result(*already(found))
-        return ExitCode.DONE
+        return already(found)
     app.console.tells = not app.console.quiet
     launch = launch_of(found.job, only_resume=True, by_person=True, **asked)
     return app.supervise(launch).exit_code
@@ -16868,11 +16879,11 @@ def parse_overrides(pairs: tuple[str, ...]) -> dict[str, str]:
     return overrides
 
 
-def already(run: Run) -> tuple[str, dict[str, Any]]:
-    """Return that a run is finished, as text and as a document."""
-    text = f"run {run.id} of {run.job} has {run.state} already"
+def already(run: Run) -> Result:
+    """Return that a run is finished."""
+    has = "was" if run.state == RunState.CANCELLED else "has"
     document = {"type": "result", "exit_code": 0, "run": run.id, "state": run.state}
-    return text.replace("has cancelled", "was cancelled"), document
+    return Result(f"run {run.id} of {run.job} {has} {run.state} already", document)
 
 
 FINE = (ExitCode.DONE, ExitCode.DONE_WITH_REJECTS, ExitCode.STOPPED)
@@ -16919,7 +16930,7 @@ def tick(app: App) -> ExitCode:
     word("--watch", is_flag=True, help="Draw it anew each second, on a terminal, until q."),
     exits=(ExitCode.FINDINGS, ExitCode.NOT_FOUND),
 )
-def status_command(app: App, *, name: str | None, watch: bool) -> ExitCode:
+def status_command(app: App, *, name: str | None, watch: bool) -> Ended:
     """Show how jobs stand, why, and what to type next."""
     if watch:
         return watch_status(app, name)
@@ -16929,10 +16940,9 @@ def status_command(app: App, *, name: str | None, watch: bool) -> ExitCode:
     text = render_one_status(jobs[0], now) if name else render_status(jobs, now, columns)
     for job in jobs:
         job["next"] = app.console.typed(job["next"])
-    app.console.result("\n".join([*said, text]), document)
     needs_someone = any(job["needs_someone"] for job in jobs)
     is_overdue = maintenance is not None and maintenance["overdue"]
-    return ExitCode.FINDINGS if needs_someone or is_overdue else ExitCode.DONE
+    return Result("\n".join([*said, text]), document, found=bool(needs_someone or is_overdue))
 
 
 DRAW_EVERY_S, LOOK_EVERY_S = 1.0, 0.2
@@ -17108,7 +17118,7 @@ def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
     word("--markdown", is_flag=True, help="Write it as Markdown."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
-def report_command(app: App, *, run: str | None, number: str | None, **how: Any) -> ExitCode:
+def report_command(app: App, *, run: str | None, number: str | None, **how: Any) -> Ended:
     """Tell what happened in a run, attempt by attempt; or in a drain, run by run."""
     is_number = number is None or number.isdecimal()
     if run == "drain" and is_number and not given(how):
@@ -17131,9 +17141,9 @@ def report_command(app: App, *, run: str | None, number: str | None, **how: Any)
                 one = app.find_run(ledger, row["run"])
                 row["state"] = standing(ledger, one, app.host).state
             document = summarise_runs(rows, since, found and found.job)
-            return show_report(app, document, sheet_of_runs(document), how)
+            return result_of_report(app, document, sheet_of_runs(document), how)
         document = summary_of(app, ledger, cast("Run", found))
-    return show_report(app, document, sheet_of_run(document), how)
+    return result_of_report(app, document, sheet_of_run(document), how)
 
 
 def summary_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
@@ -17146,10 +17156,10 @@ def summary_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
     return summary | {"state": stands.state, "why": stands.why, "next": stands.todo}
 
 
-def show_report(
+def result_of_report(
     app: App, document: dict[str, Any], sheet: Sheet, how: Mapping[str, Any]
-) -> ExitCode:
-    """Write a report in the form that was asked for."""
+) -> Result:
+    """Return a report in the form that was asked for, or write it to its file."""
     if how["html"]:
         path = place_of_report(how["html"])
         parts = [part._replace(todo=app.console.typed(part.todo)) for part in sheet.parts]
@@ -17159,8 +17169,7 @@ def show_report(
         text, document = f"written: {path}", {"html": str(path), "bytes": len(content)}
     else:
         text = render_markdown(sheet) if how["markdown"] else render_sheet(sheet)
-    app.console.result(text, document)
-    return ExitCode.DONE
+    return Result(text, document)
 
 
 FOLLOW_EVERY_S = 0.25
@@ -17206,21 +17215,20 @@ def log_lines(app: App, name: str, *, follow: bool) -> Iterator[LogLine]:
         raise Incomplete(log.refused)
 
 
-def report_drain(app: App, number: int | None) -> ExitCode:
+def report_drain(app: App, number: int | None) -> Result:
     """Tell what became of the runs that a barrier found, by default the newest one's drain."""
     with app.ledger(write=False) as ledger:
         drain = ledger.drain(number)
         if drain is None:
             raise NotFound("There is no such drain.", todo="To begin one: batchrun drain")
-        return show_drain(app, ledger, drain)
+        return result_of_drain(app, ledger, drain)
 
 
-def show_drain(app: App, ledger: Ledger, drain: Drain) -> ExitCode:
-    """Write a drain's report; return whether its sums add up."""
+def result_of_drain(app: App, ledger: Ledger, drain: Drain) -> Result:
+    """Return a drain's report; that its sums do not add up is a finding."""
     account = Drainer(app.config, ledger, app.host, app.console, app.who).account(drain)
     summary = summarise_drain(drain, account, ledger.turned_away(account.barrier))
-    app.console.result(render_drain(summary), summary)
-    return ExitCode.DONE if summary["adds_up"] else ExitCode.FINDINGS
+    return Result(render_drain(summary), summary, found=not summary["adds_up"])
 
 
 # -- deploy, answer and mend ---------------------------------------------------------------------
@@ -17238,7 +17246,7 @@ def show_drain(app: App, ledger: Ledger, drain: Drain) -> ExitCode:
 )
 def maintenance_on_command(
     app: App, *, by: str, reason: str, until: str | None, **scopes: tuple[str, ...]
-) -> ExitCode:
+) -> Result:
     """Close the door: nothing new starts, what runs goes on."""
     closed = scopes_of(app.config, **scopes)
     moment = moment_of("--until", until, app.host.now(), sign="+") if until else None
@@ -17247,8 +17255,7 @@ def maintenance_on_command(
         begin = app.state.maintenance.begin
         lockfile = begin(ledger, app.who, until=moment, scopes=closed, **words)
     text = "\n".join(render_lockfile(lockfile, app.host.now()))
-    app.console.result(text, {"maintenance": lockfile._asdict()})
-    return ExitCode.DONE
+    return Result(text, {"maintenance": lockfile._asdict()})
 
 
 @command(
@@ -17256,27 +17263,25 @@ def maintenance_on_command(
     word("--force", is_flag=True, help="Also if unfinished runs could not go on; recorded."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
-def maintenance_off_command(app: App, *, force: bool) -> ExitCode:
+def maintenance_off_command(app: App, *, force: bool) -> Result:
     """Open the door; begins nothing, that is for the tick."""
     with app.ledger(write=True) as ledger:
         closed = app.state.maintenance.find() is not None
         findings = rehearsal(app.config, app.state, ledger, {}) if closed else []
         if findings and not force:
-            text = render_closed(findings)
-            app.console.result(text, {"findings": as_documents(findings)})
-            return ExitCode.FINDINGS
+            document = {"findings": as_documents(findings)}
+            return Result(render_closed(findings), document, found=True)
         overridden = "; ".join(finding.what for finding in findings)
         why = f"by --force, although: {overridden}" if findings else "switched off"
         barrier = app.state.maintenance.end(ledger, app.who, why)
         away = ledger.turned_away(barrier) if barrier else []
         waiting = [run for run in ledger.all_unfinished() if run.deferred]
     document = summarise_barrier(barrier, away, waiting)
-    app.console.result(render_barrier(document), document)
-    return ExitCode.DONE
+    return Result(render_barrier(document), document)
 
 
 @command("Deploy", exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND])
-def maintenance_status_command(app: App) -> ExitCode:
+def maintenance_status_command(app: App) -> Result:
     """Tell whether the door is closed, since when, by whom, and whom it turned away."""
     with app.ledger(write=False) as ledger:
         barrier = ledger.barrier()
@@ -17286,8 +17291,8 @@ def maintenance_status_command(app: App) -> ExitCode:
     lines = render_lockfile(lockfile, app.host.now()) if lockfile else ["maintenance is off"]
     document = summarise_barrier(barrier if lockfile else None, away, waiting)
     document["maintenance"] = lockfile and lockfile._asdict()
-    app.console.result("\n".join([*lines, *render_turned_away(document)]), document)
-    return ExitCode.FINDINGS if lockfile and lockfile.overdue else ExitCode.DONE
+    is_overdue = lockfile is not None and lockfile.overdue != ""
+    return Result("\n".join([*lines, *render_turned_away(document)]), document, found=is_overdue)
 
 
 DRAIN_EXITS = [code for code in DRAIN_ENDS if code is not None]
@@ -17313,7 +17318,7 @@ def drain_command(app: App, *, deadline: str, finish: bool, then: str, reason: s
         if drain is None:
             what = "Maintenance was ended in this moment; nothing was drained."
             raise BatchrunError(what, todo="To begin anew: batchrun drain")
-        show_drain(app, ledger, drain)
+        app.console.result(*result_of_drain(app, ledger, drain)[:2])
         return ExitCode(cast("int", drain.exit_code))
 
 
@@ -17377,7 +17382,7 @@ def moment_of(option: str, text: str, now: str, sign: str = "") -> str:
     word("--as-version", multiple=True, metavar="[JOB=]N", help="Ask about version N instead."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
-def rehearse_command(app: App, *, as_version: tuple[str, ...]) -> ExitCode:
+def rehearse_command(app: App, *, as_version: tuple[str, ...]) -> Result:
     """Ask if every unfinished run could go on with the jobs as installed."""
     app.require_trusted()
     versions = parse_versions(app.config, as_version)
@@ -17387,8 +17392,7 @@ def rehearse_command(app: App, *, as_version: tuple[str, ...]) -> ExitCode:
     said = [line for found in findings for line in (found.what, found.why, found.todo) if line]
     text = "\n".join(said) or f"all of {count} unfinished runs could go on"
     document = {"runs": count, "findings": as_documents(findings)}
-    app.console.result(text, document)
-    return ExitCode.FINDINGS if findings else ExitCode.DONE
+    return Result(text, document, found=bool(findings))
 
 
 def parse_versions(config: Config, words: tuple[str, ...]) -> dict[str, int]:
@@ -17408,10 +17412,9 @@ STOP_EXITS = (ExitCode.NOT_FOUND, ExitCode.BUSY, ExitCode.INTERRUPTED)
 
 
 @command("Deploy", word("run"), WAIT, exits=STOP_EXITS)
-def pause_command(app: App, *, run: str, wait: bool) -> ExitCode:
+def pause_command(app: App, *, run: str, wait: bool) -> Result:
     """Pause a run at its next safe point, until `resume RUN`."""
-    app.console.result(*stopped(app, run, Request.PAUSE, wait=wait))
-    return ExitCode.DONE
+    return stopped(app, run, Request.PAUSE, wait=wait)
 
 
 @command(
@@ -17424,7 +17427,7 @@ def pause_command(app: App, *, run: str, wait: bool) -> ExitCode:
 )
 def cancel_command(
     app: App, *, run: str, wait: bool, kill: bool, forget_cleanups: str | None
-) -> ExitCode:
+) -> Ended:
     """Cancel a run at its next safe point, for good; call the cleanups that are left of it."""
     told = None
     if forget_cleanups is not None:
@@ -17432,10 +17435,9 @@ def cancel_command(
             ledger.forget_cleanups(app.find_run(ledger, run), app.who, forget_cleanups)
     if (found := with_cleanups_left(app, run)) is None:
         told = stopped(app, run, Request.CANCEL, wait=wait, kill=kill)
-        found = with_cleanups_left(app, told[1]["run"]) if kill or wait else None
+        found = with_cleanups_left(app, told.document["run"]) if kill or wait else None
     if told is not None and found is None:
-        app.console.result(*told)
-        return ExitCode.DONE
+        return told
     owner = cast("Run", found)
     launch = Launch(owner.job, cancels=owner.id, when_blocked="refuse")
     outcome = Supervisor(app.config, launch, app.host, app.console).run()
@@ -17458,9 +17460,7 @@ def with_cleanups_left(app: App, name: str) -> Run | None:
     return found if can and not is_owned(app.state, found.job) else None
 
 
-def stopped(
-    app: App, name: str, request: Request, *, wait: bool, kill: bool = False
-) -> tuple[str, dict[str, Any]]:
+def stopped(app: App, name: str, request: Request, *, wait: bool, kill: bool = False) -> Result:
     """Pause or cancel a run; return which of both happened: it is done, or it is asked for."""
     app.console.tells = not app.console.quiet
     with app.ledger(write=True) as ledger:
@@ -17477,7 +17477,7 @@ def stopped(
         run = ledger.run(run.key)
         text = stop_text(run, request, standing(ledger, run, app.host), is_done=is_done)
     document = {"run": run.id, "request": request, "done": is_done, "state": run.state}
-    return f"run {run.id} of {run.job} {text}", document
+    return Result(f"run {run.id} of {run.job} {text}", document)
 
 
 def stop_text(run: Run, request: Request, stands: Standing, *, is_done: bool) -> str:
@@ -17502,7 +17502,7 @@ def stop_text(run: Run, request: Request, stands: Standing, *, is_done: bool) ->
     word("--by", metavar="WHO", help="Who decided, if it is not you."),
     exits=[ExitCode.FAILED, ExitCode.NOT_FOUND],
 )
-def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) -> ExitCode:
+def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) -> Result:
     """Approve what a run asks for; the tick or `resume` goes on."""
     if not why.strip():
         raise ConfigurationError("--why is empty.", todo='Write: --why "REASON"')
@@ -17512,8 +17512,7 @@ def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) 
         ledger.approve(found, name, who, reason, app.who)
     text = f"run {found.id} of {found.job}: {name!r} is approved by {who}"
     todo = f"\nthe tick goes on with it; at once: batchrun resume {found.id}"
-    app.console.result(text + todo, {"run": found.id, "approval": name, "who": who, "why": reason})
-    return ExitCode.DONE
+    return Result(text + todo, {"run": found.id, "approval": name, "who": who, "why": reason})
 
 
 @command(
@@ -17530,7 +17529,7 @@ def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) 
 )
 def reconcile_command(
     app: App, *, run: str | None, lookup: bool, applies: bool, **said: Any
-) -> ExitCode:
+) -> Ended:
     """List operations of unknown outcome, and answer what became of them."""
     told = told_by(app.who, **said)
     app.console.tells = not app.console.quiet
@@ -17540,7 +17539,7 @@ def reconcile_command(
         keys_of = {FREED: said["absent"], CONFIRMED: said["confirm"]}
         rows = by_person(reconciler.unknown(found), keys_of, told, of_run=found is not None)
         rows = reconciler.settled(rows, app.who, lookup=lookup, applies=applies)
-        return show_answered(app, ledger, rows, applies=applies)
+        return result_of_answers(app, ledger, rows, applies=applies)
 
 
 def told_by(
@@ -17559,8 +17558,8 @@ def told_by(
     return Told(0, None, receipt or None, mask_secrets(by or user), mask_secrets(why))
 
 
-def show_answered(app: App, ledger: Ledger, rows: list[Answered], *, applies: bool) -> ExitCode:
-    """Write what is known of operations; 3 while the outcome of one is unknown."""
+def result_of_answers(app: App, ledger: Ledger, rows: list[Answered], *, applies: bool) -> Result:
+    """Return what is known of operations; a finding while the outcome of one is unknown."""
     documents = [summarise_answered(row, applied=applies) for row in rows]
     left = sum(not each["applied"] for each in documents)
     text = render_answered(documents) if documents else "no operation is unknown"
@@ -17574,8 +17573,7 @@ def show_answered(app: App, ledger: Ledger, rows: list[Answered], *, applies: bo
     else:
         runs = {row.run.key: row.run for row in rows}.values()
         text += "".join([f"\n{answered_text(ledger, run, app.host)}" for run in runs])
-    app.console.result(text, {"operations": documents, "open": left})
-    return ExitCode.FINDINGS if left else ExitCode.DONE
+    return Result(text, {"operations": documents, "open": left}, found=left > 0)
 
 
 def answered_text(ledger: Ledger, run: Run, host: Host) -> str:
@@ -17587,7 +17585,7 @@ def answered_text(ledger: Ledger, run: Run, host: Host) -> str:
 
 
 @command("Answer and mend", exits=[ExitCode.FINDINGS, ExitCode.PERSON_NEEDED])
-def check_command(app: App) -> ExitCode:
+def check_command(app: App) -> Result:
     """Compare ledger, checkpoints, marks and images; changes nothing."""
     with app.ledger(write=False) as ledger:
         findings = check(ledger, app.state.store, app.config.jobs)
@@ -17596,8 +17594,8 @@ def check_command(app: App) -> ExitCode:
             require_witnesses_known(ledger, store)
         notes = known_losses(ledger)
     text = "\n".join([render_findings(findings) or "ledger and checkpoints agree", *notes])
-    app.console.result(text, {"findings": as_documents(findings), "notes": notes})
-    return ExitCode.FINDINGS if findings else ExitCode.DONE
+    document = {"findings": as_documents(findings), "notes": notes}
+    return Result(text, document, found=bool(findings))
 
 
 @command(
@@ -17606,7 +17604,7 @@ def check_command(app: App) -> ExitCode:
     word("--apply", is_flag=True, help="Do it; without, only show what would be done."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND, ExitCode.BUSY],
 )
-def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
+def repair_command(app: App, *, run: str | None, apply: bool) -> Result:
     """Make the ledger agree with the checkpoints (copied aside)."""
     app.state.require_fit(create=False)
     repair = find_repair(app.state)
@@ -17626,8 +17624,8 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
     todo = "to do it: " + " ".join(["batchrun repair", *([run] if run else []), "--apply"])
     lines += [todo] * (bool(lines) and not apply)
     document = {"lost": repair.lost, "repairs": documents, "applied": apply, "aside": aside}
-    app.console.result("\n".join(lines) or "nothing to repair", document)
-    return ExitCode.FINDINGS if lines and not apply else ExitCode.DONE
+    text = "\n".join(lines) or "nothing to repair"
+    return Result(text, document, found=bool(lines) and not apply)
 
 
 @command(
@@ -17641,7 +17639,7 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
 )
 def rejects_command(
     app: App, *, action: str, run: str | None, ids: tuple[int, ...], why: str | None, **asked: Any
-) -> ExitCode:
+) -> Ended:
     """List, show, run again or drop rejected records."""
     require_heeded(action, run, {"why": why}, asked)
     if run is None:
@@ -17659,8 +17657,7 @@ def rejects_command(
         return retry_rejects(app, found, chosen, asked)
     rejects = [summarise_reject(row) for row in chosen]
     texts = map(render_reject, rejects) if action == "show" else [render_rejects(rejects)]
-    app.console.result("\n".join(texts) or "no rejects", {"run": found.id, "rejects": rejects})
-    return ExitCode.DONE
+    return Result("\n".join(texts) or "no rejects", {"run": found.id, "rejects": rejects})
 
 
 REJECT_ACTIONS = ("list", "show", "retry", "drop")
@@ -17686,7 +17683,7 @@ def require_heeded(
         raise ConfigurationError(what, todo=REJECTS_TODO)
 
 
-def list_all_rejects(app: App) -> ExitCode:
+def list_all_rejects(app: App) -> Result:
     """List the runs of which rejects wait for a person."""
     with app.ledger(write=False) as ledger:
         found = ledger.runs_with_open_rejects()
@@ -17694,22 +17691,19 @@ def list_all_rejects(app: App) -> ExitCode:
     rows += [[run.id, run.job, moment_text(run.ended_at), str(count)] for run, count in found]
     documents = [{"run": run.id, "job": run.job, "open": count} for run, count in found]
     text = render_table(rows) if found else "no open rejects"
-    app.console.result(text, {"runs": documents})
-    return ExitCode.DONE
+    return Result(text, {"runs": documents})
 
 
 def drop_rejects(
     app: App, ledger: Ledger, run: Run, rows: list[RejectRow], why: str | None
-) -> ExitCode:
+) -> Result:
     """Let rejects go for good; a reason is asked for."""
     if not (why and why.strip()):
         todo = f'Write: batchrun rejects drop {run.id} --why "..."'
         raise ConfigurationError("Dropping rejects needs --why.", todo=todo)
     dropped = ledger.drop_rejects(run, rows, app.who, mask_secrets(why))
-    app.console.result(
-        f"{dropped} rejects of run {run.id} dropped", {"run": run.id, "dropped": dropped}
-    )
-    return ExitCode.DONE
+    text = f"{dropped} rejects of run {run.id} dropped"
+    return Result(text, {"run": run.id, "dropped": dropped})
 
 
 def retry_rejects(app: App, run: Run, rows: list[RejectRow], asked: Mapping[str, Any]) -> ExitCode:
@@ -17736,7 +17730,7 @@ def retry_rejects(app: App, run: Run, rows: list[RejectRow], asked: Mapping[str,
 )
 def rollback_command(
     app: App, *, run: str, to_batch: int | None, dry_run: bool, why: str, **asked: Any
-) -> ExitCode:
+) -> Ended:
     """Undo the batches of a run, newest first, as a run of its own."""
     app.require_trusted()
     launch = launch_of("", accept_source=False, accept_settings=False, **asked)
@@ -17747,7 +17741,7 @@ def rollback_command(
         if not begun:
             document["bytes"] = look_at_rollback(app.config, app.state, ledger, rollback)
     if dry_run:
-        return show_rollback(app, document)
+        return result_of_rollback(document)
     how = {"only_resume": True} if begun else {"overrides": found.overrides, "rollback": rollback}
     return app.supervise(launch._replace(job=found.job, by_person=True, **how)).exit_code
 
@@ -17772,20 +17766,19 @@ def summary_of_rollback(ledger: Ledger, rollback: Rollback) -> dict[str, Any]:
     return summarise_rollback(rollback, *rows)
 
 
-def show_rollback(app: App, document: dict[str, Any]) -> ExitCode:
-    """Write what a rollback would do."""
+def result_of_rollback(document: dict[str, Any]) -> Result:
+    """Return what a rollback would do."""
     run, to = document["run"], document["to_batch"]
     lines = [f"a rollback of run {run} to batch {to} would do this; nothing was written"]
     todo = f"to do it: batchrun rollback {run}" + f" --to-batch {to}" * bool(to)
-    app.console.result("\n".join([*lines, *render_rollback(document), todo]), document)
-    return ExitCode.DONE
+    return Result("\n".join([*lines, *render_rollback(document), todo]), document)
 
 
 # -- set up --------------------------------------------------------------------------------------
 
 
 @command("Set up", word("folder", default="."))
-def init_command(app: App, *, folder: str) -> ExitCode:
+def init_command(_: App, *, folder: str) -> Result:
     """Make a configuration and a starter job that runs."""
     root = Path(folder)
     require_text(root.absolute())
@@ -17807,8 +17800,7 @@ def init_command(app: App, *, folder: str) -> ExitCode:
         write_atomically(path, content.encode())
     change = "" if folder == "." else f"cd {root} && "
     text = f"made {', '.join(map(str, files))}\nto go on: {change}batchrun run inventory_sync"
-    app.console.result(text, {"files": list(files)})
-    return ExitCode.DONE
+    return Result(text, {"files": list(files)})
 
 
 STARTER_CONFIG = """\
@@ -17889,14 +17881,13 @@ def write_metrics(folder: Path, text: str) -> None:
     "Set up",
     word("--write", metavar="FOLDER", help="Write FOLDER/batchrun.prom instead, readable by all."),
 )
-def metrics_command(app: App, *, write: str | None) -> ExitCode:
+def metrics_command(app: App, *, write: str | None) -> Ended:
     """Show how all jobs stand as metrics for Prometheus."""
     with app.ledger(write=False) as ledger:
         text = app.metrics(ledger)
     if write is None:
-        app.console.result(text.rstrip("\n"), {"metrics": text})
-    else:
-        write_metrics(Path(write), text)
+        return Result(text.rstrip("\n"), {"metrics": text})
+    write_metrics(Path(write), text)
     return ExitCode.DONE
 
 
@@ -17906,16 +17897,16 @@ def metrics_command(app: App, *, write: str | None) -> ExitCode:
     word("--alerts", is_flag=True, help="Send a test by every way of [alerts], and by pings."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
-def doctor_command(app: App, *, job: str | None, alerts: bool) -> ExitCode:
+def doctor_command(app: App, *, job: str | None, alerts: bool) -> Result:
     """Look once at all that a run needs: health, machine, files, jobs; explain each answer."""
     app.require_trusted()
     if job is not None:
         app.config.job(job)
     of = (app.config, job, app.host)
     rows = list(sent_tests(*of)) if alerts else doctor(app.state, *of)
-    app.console.result(render_examined(rows), {"examined": [row._asdict() for row in rows]})
-    wrong = any(row.state != Wellness.OK for row in rows)
-    return ExitCode.FINDINGS if wrong else ExitCode.DONE
+    is_wrong = any(row.state != Wellness.OK for row in rows)
+    document = {"examined": [row._asdict() for row in rows]}
+    return Result(render_examined(rows), document, found=is_wrong)
 
 
 @command(
@@ -17924,15 +17915,14 @@ def doctor_command(app: App, *, job: str | None, alerts: bool) -> ExitCode:
     word("--force", is_flag=True, help="Also in the place of a file that is there."),
     exits=[ExitCode.PERSON_NEEDED],
 )
-def backup_command(app: App, *, file: str, force: bool) -> ExitCode:
+def backup_command(app: App, *, file: str, force: bool) -> Result:
     """Copy the ledger while jobs run, and verify the copy."""
     app.state.require_owner()
     path = Path(file).absolute()
     with app.ledger(write=False) as ledger:
         size = back_up(app.state, ledger, path, force=force)
     text = f"{path}: {size_text(size)}, verified; the README says how it is put back"
-    app.console.result(text, {"file": path, "size_bytes": size})
-    return ExitCode.DONE
+    return Result(text, {"file": path, "size_bytes": size})
 
 
 @command(
@@ -17940,7 +17930,7 @@ def backup_command(app: App, *, file: str, force: bool) -> ExitCode:
     word("--keep", metavar="90d", help="Instead of what the configuration says."),
     word("--dry-run", is_flag=True, help="Only show what would go."),
 )
-def prune_command(app: App, *, keep: str | None, dry_run: bool) -> ExitCode:
+def prune_command(app: App, *, keep: str | None, dry_run: bool) -> Result:
     """Let finished runs go that are older than `keep`, and that nothing needs."""
     try:
         keep_s = app.config.keep_s if keep is None else parse_duration(keep)
@@ -17956,8 +17946,7 @@ def prune_command(app: App, *, keep: str | None, dry_run: bool) -> ExitCode:
     documents = [{name: getattr(run, name) for name in names} for run in runs]
     counts = {"before": pruned.before, "rows": pruned.rows, "files_bytes": pruned.files_bytes}
     document = {"runs": documents, "dry_run": dry_run, **counts}
-    app.console.result("\n".join([*table, text + gone * (not dry_run)]), document)
-    return ExitCode.DONE
+    return Result("\n".join([*table, text + gone * (not dry_run)]), document)
 
 
 @command(
@@ -17973,16 +17962,13 @@ def prune_command(app: App, *, keep: str | None, dry_run: bool) -> ExitCode:
     word("--force", is_flag=True, help="Also over units that somebody else wrote."),
     exits=[ExitCode.NOT_FOUND],
 )
-def unit_command(
-    app: App, *, job: str | None, install: bool, force: bool, **asked: Any
-) -> ExitCode:
+def unit_command(app: App, *, job: str | None, install: bool, force: bool, **asked: Any) -> Result:
     """Print systemd units, or a crontab's line, that start a job or the tick."""
     own = install and os.geteuid() != 0
     timed = timed_by(app, job, asked | {"install": install, "force": force}, own=own)
     if asked["cron"]:
         line = render_cron(timed)
-        app.console.result(line, {"line": line})
-        return ExitCode.DONE
+        return Result(line, {"line": line})
     marker = f"{UNIT_MARK}`unit {job or '--tick'}` of {app.config.path}"
     files = render_units(timed, marker).items()
     paths = {app.host.unit_folder / name: text for name, text in files}
@@ -17993,8 +17979,7 @@ def unit_command(
     shown = [f"# {'wrote ' * install}{path}\n{text}" for path, text in paths.items()]
     text = "\n".join([*shown, "# to start it, type:", *(f"#   {line}" for line in todo)])
     documents = [{"path": path, "text": text} for path, text in paths.items()]
-    app.console.result(text, {"files": documents, "written": install, "todo": todo})
-    return ExitCode.DONE
+    return Result(text, {"files": documents, "written": install, "todo": todo})
 
 
 def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) -> Timed:
@@ -18113,7 +18098,11 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     def call(config: str | None, **given: Any) -> ExitCode:
         ways = {name: given.pop(name) for name in ("as_json", "quiet", "verbose")}
         app.take(config, **ways)
-        return parts.function(app, **given)
+        ended = parts.function(app, **given)
+        if isinstance(ended, ExitCode):
+            return ended
+        app.console.result(ended.text, ended.document)
+        return ExitCode.FINDINGS if ended.found else ExitCode.DONE
 
     return click.Command(
         parts.name.rpartition(" ")[2],
