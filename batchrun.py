@@ -16505,8 +16505,38 @@ COMMANDS: list[CommandParts] = []
 
 
 def word(*names: str, **more: Any) -> tuple[Sequence[str], dict[str, Any]]:
-    """Declare an argument ("run") or an option ("--all") of a command, for click."""
+    """Declare an argument ("run") or an option ("--all") of a command, for click.
+
+    A `type` is a function that makes click's type, which is called where click is loaded.
+    """
     return names, more
+
+
+def one_of(*words: str) -> Callable[[Any], Any]:
+    """Declare that it is one of these words."""
+    return lambda click: click.Choice(words, case_sensitive=False)
+
+
+def at_least(least: int) -> Callable[[Any], Any]:
+    """Declare that it is a whole number, and no smaller one."""
+    return lambda click: click.IntRange(least)
+
+
+def file(click: Any) -> Any:
+    """Declare that it is a file or a folder, which a shell completes."""
+    return click.Path()
+
+
+def duration(click: Any) -> Any:
+    """Declare that it is a duration; the command is given its seconds."""
+
+    def seconds(text: str) -> float:
+        try:
+            return parse_duration(text)
+        except ValueError as error:
+            raise click.BadParameter(f"{error}.") from error
+
+    return seconds
 
 
 GLOBAL = (
@@ -16515,13 +16545,12 @@ GLOBAL = (
     word("-q", "--quiet", is_flag=True, help="Write nothing but results and errors."),
     word("-v", "--verbose", is_flag=True, help="Write plain lines about what happens."),
 )
+BLOCKED = one_of("refuse", "defer")
 RUNNING = (
     word("--accept-source", is_flag=True, help="Go on although the source changed."),
     word("--accept-settings", is_flag=True, help="Go on although settings changed."),
-    word("--batches", type=int, metavar="N", help="Stop after N batches (exit 75)."),
-    word(
-        "--when-blocked", metavar="refuse|defer", help="By maintenance. Default: as the job says."
-    ),
+    word("--batches", type=at_least(1), metavar="N", help="Stop after N batches (exit 75)."),
+    word("--when-blocked", type=BLOCKED, help="By maintenance. Default: as the job says."),
     word("--in-process", is_flag=True, help="Run the job in this interpreter, to debug it."),
 )
 RUN_EXITS = list(ExitCode)
@@ -16540,6 +16569,11 @@ def command(group: str, *parameters: Any, exits: Iterable[ExitCode] = ()) -> Cal
         return function
 
     return declare
+
+
+def first_words() -> dict[str, None]:
+    """Return the first word of each command."""
+    return dict.fromkeys(parts.name.split()[0] for parts in COMMANDS)
 
 
 # -- where words go ------------------------------------------------------------------------------
@@ -16644,7 +16678,7 @@ class Console:
     def show_end(self, text: str) -> None:
         """Tell who started us how it ended: it is read elsewhere."""
         config = Path(self.config or "batchrun.toml").absolute()
-        text = typed_elsewhere(text, config, "|".join(parts.name for parts in COMMANDS))
+        text = typed_elsewhere(text, config, "|".join(first_words()))
         self._host.show_end(visible(mask_secrets(text)))
 
     def _tell(self, text: str, priority: int) -> None:
@@ -16657,9 +16691,8 @@ class Console:
         """Return text whose lines to type can be typed anywhere: with --config, if it was given."""
         if not self.config:
             return text
-        names = "|".join(parts.name for parts in COMMANDS)
         here = f"batchrun --config {_typed(self.config)} "
-        return re.sub(rf"\bbatchrun (?=(?:{names})\b)", lambda _: here, text)
+        return re.sub(rf"\bbatchrun (?=(?:{'|'.join(first_words())})\b)", lambda _: here, text)
 
     def _draw(self, line: str) -> None:
         """Put a live line in place of the one that is there; an empty one takes it away."""
@@ -16845,16 +16878,11 @@ def launch_of(
     job: str,
     *,
     settings: tuple[str, ...] = (),
-    accept_source: bool,
-    accept_settings: bool,
+    accept_source: bool = False,
+    accept_settings: bool = False,
     **asked: Any,
 ) -> Launch:
     """Return what the options of `run` and `resume` ask for."""
-    if asked["batches"] is not None and asked["batches"] < 1:
-        raise ConfigurationError("--batches is less than 1.", todo="Write: --batches 3")
-    if asked["when_blocked"] not in (None, "refuse", "defer"):
-        what = f"--when-blocked {asked['when_blocked']!r} is neither refuse nor defer."
-        raise ConfigurationError(what, unchanged="Nothing was started.")
     asked["when_blocked"] = asked["when_blocked"] or ""
     accepted = ("source",) * accept_source + ("settings",) * accept_settings
     overrides = parse_overrides(settings)
@@ -17114,7 +17142,12 @@ def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
     word("run", required=False, metavar="[RUN|drain]"),
     word("number", required=False, metavar="[ID]"),
     word("--since", metavar="30d", help="Compare the runs begun since then: of RUN's job, or all."),
-    word("--html", metavar="FILE", help="Write one page for a browser; your umask says who reads."),
+    word(
+        "--html",
+        type=file,
+        metavar="FILE",
+        help="Write one page for a browser; your umask says who reads.",
+    ),
     word("--markdown", is_flag=True, help="Write it as Markdown."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
@@ -17173,24 +17206,23 @@ def result_of_report(
 
 
 FOLLOW_EVERY_S = 0.25
+LEVEL_HELP = "No lower ones: INFO, WARNING, ERROR."
 
 
 @command(
     "Every day",
     word("run"),
     word("-f", "--follow", is_flag=True, help="Go on until the run stops, or Ctrl-C."),
-    word("--level", default="DEBUG", metavar="LEVEL", help="No lower ones: INFO, WARNING, ERROR."),
+    word("--level", type=one_of(*LEVELS), default="DEBUG", metavar="LEVEL", help=LEVEL_HELP),
     word("--since", metavar="2h|TIME", help="Nothing older."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
 def logs_command(app: App, *, run: str, follow: bool, level: str, since: str | None) -> ExitCode:
     """Show what a run's job logged and printed, and what batchrun did, in order."""
-    if (least := LEVELS.get(level.upper())) is None:
-        raise ConfigurationError(f"--level {level!r} is none of {', '.join(LEVELS)}.")
     after = moment_of("--since", since, app.host.now()) if since else ""
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         for line in log_lines(app, run, follow=follow):
-            if line.at >= after and LEVELS.get(line.level, LEVELS["INFO"]) >= least:
+            if line.at >= after and LEVELS.get(line.level, LEVELS["INFO"]) >= LEVELS[level]:
                 app.console.write(str(line), {"type": "log", **line._asdict()})
     return ExitCode.DONE
 
@@ -17300,16 +17332,16 @@ DRAIN_EXITS = [code for code in DRAIN_ENDS if code is not None]
 
 @command(
     "Deploy",
-    word("--deadline", default="10m", metavar="10m", help="How long to wait for what runs."),
+    word("--deadline", type=duration, default="10m", metavar="10m", help="How long to wait."),
     word("--finish", is_flag=True, help="Let runs end by themselves; ask none to stop."),
-    word("--then", default="leave", metavar="leave|interrupt", help="At the deadline."),
+    word("--then", type=one_of("leave", "interrupt"), default="leave", help="At the deadline."),
     word("--reason", default="", metavar="TEXT", help="Why, if the door is still open."),
     exits=DRAIN_EXITS,
 )
-def drain_command(app: App, *, deadline: str, finish: bool, then: str, reason: str) -> ExitCode:
+def drain_command(app: App, *, deadline: float, finish: bool, then: str, reason: str) -> ExitCode:
     """Close the door, let what runs stop at its next safe point, and prove it."""
-    wish = wish_of(deadline, then, finish=finish)
     app.console.tells = not app.console.quiet
+    wish = DrainWish(deadline, finish, interrupts=then == "interrupt")
     with app.ledger(write=True, create=True) as ledger:
         with contextlib.suppress(MaintenanceOn):  # as it is closed already
             words = {"by": app.who, "reason": mask_secrets(reason)}
@@ -17320,18 +17352,6 @@ def drain_command(app: App, *, deadline: str, finish: bool, then: str, reason: s
             raise BatchrunError(what, todo="To begin anew: batchrun drain")
         app.console.result(*result_of_drain(app, ledger, drain)[:2])
         return ExitCode(cast("int", drain.exit_code))
-
-
-def wish_of(deadline: str, then: str, *, finish: bool) -> DrainWish:
-    """Return what the options of `drain` ask for."""
-    if then not in ("leave", "interrupt"):
-        what = f"--then {then!r} is neither leave nor interrupt."
-        raise ConfigurationError(what, unchanged="Nothing was changed.")
-    try:
-        return DrainWish(parse_duration(deadline), finish, interrupts=then == "interrupt")
-    except ValueError as error:
-        what = f"--deadline {deadline!r} is not a duration."
-        raise ConfigurationError(what, unchanged="Nothing was changed.", todo=f"{error}") from error
 
 
 def scopes_of(
@@ -17504,8 +17524,6 @@ def stop_text(run: Run, request: Request, stands: Standing, *, is_done: bool) ->
 )
 def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) -> Result:
     """Approve what a run asks for; the tick or `resume` goes on."""
-    if not why.strip():
-        raise ConfigurationError("--why is empty.", todo='Write: --why "REASON"')
     who, reason = mask_secrets(by or app.who), mask_secrets(why)
     with app.ledger(write=True) as ledger:
         found = app.find_run(ledger, run)
@@ -17628,101 +17646,86 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> Result:
     return Result(text, document, found=bool(lines) and not apply)
 
 
-@command(
-    "Answer and mend",
-    word("action", metavar="list|show|retry|drop"),
-    word("run", required=False),
-    word("ids", nargs=-1, type=int),
-    word("--why", metavar="TEXT", help="Why they may go, for the record (drop)."),
-    *RUNNING[2:],
-    exits=RUN_EXITS,
-)
-def rejects_command(
-    app: App, *, action: str, run: str | None, ids: tuple[int, ...], why: str | None, **asked: Any
-) -> Ended:
-    """List, show, run again or drop rejected records."""
-    require_heeded(action, run, {"why": why}, asked)
-    if run is None:
-        return list_all_rejects(app)
-    with app.ledger(write=action in ("retry", "drop")) as ledger:
-        found = app.find_run(ledger, run)
-        rows = ledger.rejects(found)
-        if unknown := set(ids) - {row.id for row in rows}:
-            what = f"Run {found.id} has no reject {min(unknown)}; it has {len(rows)}."
-            raise NotFound(what, todo=f"See: batchrun rejects list {found.id}")
-        chosen = [row for row in rows if not ids or row.id in ids]
-        if action == "drop":
-            return drop_rejects(app, ledger, found, chosen, why)
-    if action == "retry":
-        return retry_rejects(app, found, chosen, asked)
-    rejects = [summarise_reject(row) for row in chosen]
-    texts = map(render_reject, rejects) if action == "show" else [render_rejects(rejects)]
-    return Result("\n".join(texts) or "no rejects", {"run": found.id, "rejects": rejects})
+IDS = word("ids", nargs=-1, type=at_least(1))
 
 
-REJECT_ACTIONS = ("list", "show", "retry", "drop")
-REJECTS_TODO = """Write one of:
-  batchrun rejects list [RUN]
-  batchrun rejects show RUN [ID...]
-  batchrun rejects retry RUN [ID...]
-  batchrun rejects drop RUN [ID...] --why TEXT"""
-
-
-def require_heeded(
-    action: str, run: str | None, of_drop: Mapping[str, Any], of_retry: Mapping[str, Any]
-) -> None:
-    """Refuse an action of `rejects` that is none, or that would not heed what was typed."""
-    what = ""
-    if action not in REJECT_ACTIONS or (run is None and action != "list"):
-        what = f"There is no `rejects {action}`." if run else f"`rejects {action}` needs a RUN."
-    elif unheeded := given(
-        {**({} if action == "drop" else of_drop), **({} if action == "retry" else of_retry)}
-    ):
-        what = f"`rejects {action}` does not take {unheeded[0]}."
-    if what:
-        raise ConfigurationError(what, todo=REJECTS_TODO)
-
-
-def list_all_rejects(app: App) -> Result:
-    """List the runs of which rejects wait for a person."""
+@command("Answer and mend", word("run", required=False), IDS, exits=[ExitCode.NOT_FOUND])
+def rejects_list_command(app: App, *, run: str | None, ids: tuple[int, ...]) -> Result:
+    """List rejected records; without RUN, the runs of which some wait for a person."""
+    if run is not None:
+        return result_of_rejects(app, run, ids, render_rejects)
     with app.ledger(write=False) as ledger:
         found = ledger.runs_with_open_rejects()
     rows = [["run", "job", "ended", "open rejects"]]
     rows += [[run.id, run.job, moment_text(run.ended_at), str(count)] for run, count in found]
     documents = [{"run": run.id, "job": run.job, "open": count} for run, count in found]
-    text = render_table(rows) if found else "no open rejects"
-    return Result(text, {"runs": documents})
+    return Result(render_table(rows) if found else "no open rejects", {"runs": documents})
 
 
-def drop_rejects(
-    app: App, ledger: Ledger, run: Run, rows: list[RejectRow], why: str | None
+@command("Answer and mend", word("run"), IDS, exits=[ExitCode.NOT_FOUND])
+def rejects_show_command(app: App, *, run: str, ids: tuple[int, ...]) -> Result:
+    """Show all that is kept of rejected records."""
+    return result_of_rejects(app, run, ids, lambda each: "\n".join(map(render_reject, each)))
+
+
+def result_of_rejects(
+    app: App, name: str, ids: Sequence[int], render: Callable[[list[dict[str, Any]]], str]
 ) -> Result:
-    """Let rejects go for good; a reason is asked for."""
-    if not (why and why.strip()):
-        todo = f'Write: batchrun rejects drop {run.id} --why "..."'
-        raise ConfigurationError("Dropping rejects needs --why.", todo=todo)
-    dropped = ledger.drop_rejects(run, rows, app.who, mask_secrets(why))
-    text = f"{dropped} rejects of run {run.id} dropped"
-    return Result(text, {"run": run.id, "dropped": dropped})
+    """Return rejects of a run."""
+    with app.ledger(write=False) as ledger:
+        run, rows = rejects_of(app, ledger, name, ids)
+    rejects = [summarise_reject(row) for row in rows]
+    return Result(render(rejects) if rejects else "no rejects", {"run": run.id, "rejects": rejects})
 
 
-def retry_rejects(app: App, run: Run, rows: list[RejectRow], asked: Mapping[str, Any]) -> ExitCode:
+def rejects_of(
+    app: App, ledger: Ledger, name: str, ids: Sequence[int]
+) -> tuple[Run, list[RejectRow]]:
+    """Return a run and the rejects of it that are meant: without ids, all."""
+    run = app.find_run(ledger, name)
+    rows = ledger.rejects(run)
+    if unknown := set(ids) - {row.id for row in rows}:
+        what = f"Run {run.id} has no reject {min(unknown)}; it has {len(rows)}."
+        raise NotFound(what, todo=f"See: batchrun rejects list {run.id}")
+    return run, [row for row in rows if not ids or row.id in ids]
+
+
+@command("Answer and mend", word("run"), IDS, *RUNNING[2:], exits=RUN_EXITS)
+def rejects_retry_command(app: App, *, run: str, ids: tuple[int, ...], **asked: Any) -> ExitCode:
     """Run open rejects again through their job, as a run of their own."""
-    if run.rollback_of:
-        what = f"Run {run.id} is a rollback; its rejects are no records of the job."
-        raise ConfigurationError(what, todo=f"Mend them by hand: batchrun rejects show {run.id}")
-    if not run.finished:
-        raise unfinished_before_retry(run)
-    retry = Retry(run, [row.spot for row in rows])
-    launch = launch_of(run.job, accept_source=False, accept_settings=False, **asked)
-    launch = launch._replace(by_person=True, overrides=run.overrides, retry=retry)
+    with app.ledger(write=True) as ledger:
+        found, rows = rejects_of(app, ledger, run, ids)
+    if found.rollback_of:
+        what = f"Run {found.id} is a rollback; its rejects are no records of the job."
+        raise ConfigurationError(what, todo=f"Mend them by hand: batchrun rejects show {found.id}")
+    if not found.finished:
+        raise unfinished_before_retry(found)
+    retry = Retry(found, [row.spot for row in rows])
+    launch = launch_of(found.job, **asked)
+    launch = launch._replace(by_person=True, overrides=found.overrides, retry=retry)
     return app.supervise(launch).exit_code
 
 
 @command(
     "Answer and mend",
     word("run"),
-    word("--to-batch", type=int, metavar="N", help="Undo only what came after batch N."),
+    IDS,
+    word("--why", required=True, metavar="TEXT", help="Why they may go, for the record."),
+    exits=[ExitCode.NOT_FOUND],
+)
+def rejects_drop_command(app: App, *, run: str, ids: tuple[int, ...], why: str) -> Result:
+    """Let rejected records go, for good."""
+    with app.ledger(write=True) as ledger:
+        found, rows = rejects_of(app, ledger, run, ids)
+        dropped = ledger.drop_rejects(found, rows, app.who, mask_secrets(why))
+    text = f"{dropped} rejects of run {found.id} dropped"
+    return Result(text, {"run": found.id, "dropped": dropped})
+
+
+@command(
+    "Answer and mend",
+    word("run"),
+    word("--to-batch", type=at_least(0), metavar="N", help="Undo only what came after batch N."),
     word("--dry-run", is_flag=True, help="Only show what would be done."),
     word("--why", default="", metavar="TEXT", help="The reason, for the record."),
     *RUNNING[2:],
@@ -17733,7 +17736,7 @@ def rollback_command(
 ) -> Ended:
     """Undo the batches of a run, newest first, as a run of its own."""
     app.require_trusted()
-    launch = launch_of("", accept_source=False, accept_settings=False, **asked)
+    launch = launch_of("", **asked)
     with app.ledger(write=not dry_run) as ledger:
         found = app.find_run(ledger, run)
         rollback, begun = rollback_of(ledger, found, to_batch, mask_secrets(why))
@@ -17777,7 +17780,7 @@ def result_of_rollback(document: dict[str, Any]) -> Result:
 # -- set up --------------------------------------------------------------------------------------
 
 
-@command("Set up", word("folder", default="."))
+@command("Set up", word("folder", type=file, default="."))
 def init_command(_: App, *, folder: str) -> Result:
     """Make a configuration and a starter job that runs."""
     root = Path(folder)
@@ -17879,7 +17882,12 @@ def write_metrics(folder: Path, text: str) -> None:
 
 @command(
     "Set up",
-    word("--write", metavar="FOLDER", help="Write FOLDER/batchrun.prom instead, readable by all."),
+    word(
+        "--write",
+        type=file,
+        metavar="FOLDER",
+        help="Write FOLDER/batchrun.prom instead, readable by all.",
+    ),
 )
 def metrics_command(app: App, *, write: str | None) -> Ended:
     """Show how all jobs stand as metrics for Prometheus."""
@@ -17911,7 +17919,7 @@ def doctor_command(app: App, *, job: str | None, alerts: bool) -> Result:
 
 @command(
     "Set up",
-    word("file"),
+    word("file", type=file),
     word("--force", is_flag=True, help="Also in the place of a file that is there."),
     exits=[ExitCode.PERSON_NEEDED],
 )
@@ -17927,15 +17935,12 @@ def backup_command(app: App, *, file: str, force: bool) -> Result:
 
 @command(
     "Set up",
-    word("--keep", metavar="90d", help="Instead of what the configuration says."),
+    word("--keep", type=duration, metavar="90d", help="Instead of what the configuration says."),
     word("--dry-run", is_flag=True, help="Only show what would go."),
 )
-def prune_command(app: App, *, keep: str | None, dry_run: bool) -> Result:
+def prune_command(app: App, *, keep: float | None, dry_run: bool) -> Result:
     """Let finished runs go that are older than `keep`, and that nothing needs."""
-    try:
-        keep_s = app.config.keep_s if keep is None else parse_duration(keep)
-    except ValueError as error:
-        raise ConfigurationError(f"--keep {keep!r}: {error}.") from error
+    keep_s = app.config.keep_s if keep is None else keep
     with app.ledger(write=not dry_run) as ledger:
         pruned = prune(app.state, ledger, keep_s, app.host, app.who, dry_run=dry_run)
     runs, names = pruned.runs, ("id", "job", "state", "ended_at")
@@ -18087,13 +18092,14 @@ def hidden_globals(click: Any) -> list[Any]:
 
 def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     """Return one click command whose return value is its exit code."""
-    names_of = functools.partial(complete, app)
-    made = [
-        click.Option(list(names), shell_complete=names_of, callback=said_something, **more)
-        if names[0].startswith("-")
-        else click.Argument(list(names), shell_complete=names_of, **more)
-        for names, more in parts.parameters
-    ]
+    made = []
+    for names, more in parts.parameters:
+        kind = {"type": more["type"](click)} if "type" in more else {}
+        ways = kind or {"shell_complete": functools.partial(complete, app)}
+        if names[0].startswith("-"):
+            made.append(click.Option(list(names), callback=said_something, **more | ways))
+        else:
+            made.append(click.Argument(list(names), **more | ways))
 
     def call(config: str | None, **given: Any) -> ExitCode:
         ways = {name: given.pop(name) for name in ("as_json", "quiet", "verbose")}
@@ -18113,31 +18119,23 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     )
 
 
-OF_WORDS: dict[str, Iterable[str]] = {"action": REJECT_ACTIONS, "level": LEVELS, "every": EVERY}
-
-
-def said_something(context: Any, option: Any, value: Any) -> Any:
+def said_something(_: Any, option: Any, value: Any) -> Any:
     """Refuse an option that was given without content: nothing at all, or the dots of a letter."""
-    given = context.get_parameter_source(option.name).name == "COMMANDLINE"
-    if given and (value == "..." or (value == "" and option.default != "")):
+    is_blank = isinstance(value, str) and not value.strip() and option.default != ""
+    if is_blank or value == "...":
         what = f"{option.opts[-1]} says nothing: {value!r}."
         raise ConfigurationError(what, todo=f"Write: {option.opts[-1]} {option.metavar}")
     return value
 
 
-def complete(app: App, context: Any, parameter: Any, begun: str) -> list[Any]:
-    """Return what a shell may complete a word to: known words, jobs, ids of runs, or files."""
-    from click.shell_completion import CompletionItem
-
-    if words := OF_WORDS.get(parameter.name):
-        return [each for each in words if each.startswith(begun)]
-    if parameter.name not in ("job", "run", "name"):
-        return [CompletionItem(begun, "file")] * (parameter.name in ("file", "folder"))
-    names = list[str]()
+def complete(app: App, context: Any, parameter: Any, begun: str) -> list[str]:
+    """Return what a shell may complete a word to: jobs and ids of runs, or words of --every."""
+    names = list(EVERY) * (parameter.name == "every")
     with contextlib.suppress(BatchrunError, OSError):
-        app.take(context.find_root().params.get("config"))
-        names += app.config.jobs
-        if parameter.name != "job":
+        if parameter.name in ("job", "jobs", "run", "name"):
+            app.take(context.find_root().params.get("config"))
+            names += app.config.jobs
+        if parameter.name in ("run", "name"):
             with app.ledger(write=False) as ledger:
                 names += [run.id for run in ledger.newest_runs()]
     return [name for name in names if name.startswith(begun)]
@@ -18203,7 +18201,7 @@ def refused_by_system(error: OSError, arguments: list[str]) -> BatchrunError:
 def main() -> NoReturn:
     """Run the command line and leave by os._exit: a held lock is never given back on the way."""
     occupy_standard_descriptors()
-    code, names = int(ExitCode.FAILED), [parts.name for parts in COMMANDS]
+    code, names = int(ExitCode.FAILED), first_words()
     if next((word for word in sys.argv[1:] if word in names), "") in ("run", "resume", "drain"):
         block_stops()  # a stop that comes this early is counted too
     reach("main.begun")

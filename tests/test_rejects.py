@@ -581,11 +581,8 @@ def test_a_reject_is_shown_with_all_that_is_kept(rejected: Shop) -> None:
 
 def test_dropping_needs_a_reason_and_is_recorded(rejected: Shop) -> None:
     run = newest(rejected)
-    ended = rejected.call("rejects", "drop", run, "1")
-    assert (ended.code, ended.err) == (
-        2,
-        f'Dropping rejects needs --why.\nWrite: batchrun rejects drop {run} --why "..."\n',
-    )
+    ended = rejected.call("rejects", "drop", run, "1", "--why", " ")
+    assert (ended.code, ended.err) == (2, "--why says nothing: ' '.\nWrite: --why TEXT\n")
     why = ("--why", "the supplier sent token=abcd1234")
     assert (
         rejected.call("rejects", "drop", run, "1", *why).out == f"1 rejects of run {run} dropped\n"
