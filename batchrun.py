@@ -15137,28 +15137,35 @@ def render_closed(findings: list[Finding]) -> str:
     )
 
 
-def summarise_barrier(
-    barrier: Barrier | None, away: list[tuple[str, str, int]], waiting: list[Run]
-) -> dict[str, Any]:
+def summarise_barrier(ledger: Ledger, barrier: Barrier | None) -> dict[str, Any]:
     """Return a maintenance as one JSON document: its row, the starts it met, what is deferred."""
-    names = ("done", "job", "starts")
+    unfinished = ledger.all_unfinished()
     return {
         "barrier": barrier and barrier._asdict(),
-        "turned_away": [dict(zip(names, row, strict=True)) for row in away],
-        "deferred": [{"job": r.job, "run": r.id, **(r.deferred or {})} for r in waiting],
+        "turned_away": summarise_turned_away(ledger, barrier) if barrier else [],
+        "deferred": [{"job": r.job, "run": r.id, **r.deferred} for r in unfinished if r.deferred],
     }
+
+
+def summarise_turned_away(ledger: Ledger, barrier: Barrier) -> list[dict[str, Any]]:
+    """Return the starts that a barrier met: what became of them, of which job, how many."""
+    names = ("done", "job", "starts")
+    return [dict(zip(names, row, strict=True)) for row in ledger.turned_away(barrier)]
 
 
 def render_barrier(document: dict[str, Any]) -> str:
     """Return how a maintenance went, now that it is over."""
-    barrier = document["barrier"]
-    if barrier is None:
-        return "\n".join(["maintenance was not on", *render_turned_away(document)])
-    lasted = age_text(barrier["at"], barrier["closed_at"])
-    reason = f" ({barrier['reason']})" if barrier["reason"] else ""
-    by = f"by {barrier['who']}{reason}, {barrier['closed_why']}"
-    first = f"maintenance is off; it was on for {lasted}, since {barrier['at']} {by}"
+    first = "maintenance was not on"
+    if barrier := document["barrier"]:
+        lasted = age_text(barrier["at"], barrier["closed_at"])
+        by = f"by {barrier['who']}{in_brackets(barrier['reason'])}, {barrier['closed_why']}"
+        first = f"maintenance is off; it was on for {lasted}, since {barrier['at']} {by}"
     return "\n".join([first, *render_turned_away(document)])
+
+
+def in_brackets(reason: str | None) -> str:
+    """Return a reason as what is said in brackets, or nothing."""
+    return f" ({reason})" if reason else ""
 
 
 def render_turned_away(document: dict[str, Any]) -> list[str]:
@@ -15174,10 +15181,9 @@ def render_turned_away(document: dict[str, Any]) -> list[str]:
 def render_lockfile(found: Lockfile, now: str) -> list[str]:
     """Return the lines that say that maintenance is on, loud if it should be over."""
     since = f" since {found.since}, for {age_text(found.since, now)}," if found.since else ""
-    reason = f" ({found.reason})" if found.reason else ""
     until = f", until {found.until}" if found.until else ""
     only = f", only {', '.join(found.scopes)}" if found.scopes else ""
-    line = f"maintenance is on{since} by {found.by}{reason}{until}{only}"
+    line = f"maintenance is on{since} by {found.by}{in_brackets(found.reason)}{until}{only}"
     if not found.overdue:
         return [line]
     return [f"MAINTENANCE IS OVERDUE. {found.overdue}", line, "to type: batchrun maintenance off"]
@@ -15197,9 +15203,7 @@ DRAIN_ENDS = {  # exit code of a drain -> what it says
 }
 
 
-def summarise_drain(
-    drain: Drain, account: Account, away: list[tuple[str, str, int]]
-) -> dict[str, Any]:
+def summarise_drain(drain: Drain, account: Account, away: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a drain as one JSON document: the runs that there were, their classes, the proof."""
     sums, runs = dict.fromkeys(DRAINED_AS, 0), [run._asdict() for run in account.runs]
     for run in account.runs:
@@ -15218,7 +15222,7 @@ def summarise_drain(
         "operations_of_others": account.left,
         "adds_up": adds_up,
         "ended": drain_text(found, account.barrier, is_up=account.is_up),
-        "turned_away": [dict(zip(("done", "job", "starts"), row, strict=True)) for row in away],
+        "turned_away": away,
         "admitted_behind": account.behind,
         "until_event": account.until,
     }
@@ -15238,42 +15242,31 @@ def render_drain(summary: dict[str, Any]) -> str:
     barrier, sums, rows = summary["barrier"], summary["sums"], summary["turned_away"]
     unknown = ", ".join(summary["unknown_scopes"])
     wrong = f"  scopes      {unknown}: no job or tag has that name, so nothing of it was closed"
-    reason = f" ({barrier['reason']})" if barrier["reason"] else ""
     only = f", only {', '.join(barrier['scopes'])}" if barrier["scopes"] else ""
     classes = " + ".join(f"{count} {name}" for name, count in sums.items())
-    by = f"{barrier['who']}{reason}{only}"
+    by = f"{barrier['who']}{in_brackets(barrier['reason'])}{only}"
     end = "the drain's end" if summary["ended_at"] else "now"
     between = f"event {barrier['opened']} and {end}"
+    door = "is over, so this is of then; to begin anew: batchrun drain"
+    if summary["is_up"]:
+        door = "is still on; when the deploy is done: batchrun maintenance off"
     behind = [f"{job}: run {run}, event {at}" for job, run, _, at in summary["admitted_behind"]]
-    starts = (f"{row['starts']} of {row['job']} {row['done']}" for row in rows)
-    return "\n".join(
-        [
-            summary["ended"],
-            f"  barrier     {barrier['id']}, since {barrier['at']} by {by}",
-            *([wrong] * bool(unknown)),
-            f"  unfinished  {several(summary['total'], 'run')} = {classes}",
-            *(
-                render_drained(run, ended=summary["exit_code"] is not None)
-                for run in summary["runs"]
-            ),
-            f"  operations  {summary['operations']} of unknown outcome",
-            *(
-                "  unknown     {operations} of run {run} of {job}; to find out:"
-                " batchrun reconcile {run}".format(**row)
-                for row in summary["operations_of_others"]
-            ),
-            f"  starts      {', '.join(starts) or 'none was turned away'}",
-            f"  admitted    {', '.join(behind) or 'nothing'} between {between}",
-            render_door(is_up=summary["is_up"]),
-        ]
-    )
-
-
-def render_door(*, is_up: bool) -> str:
-    """Return how the door stands when a drain is told of, and what to type then."""
-    if is_up:
-        return "  maintenance is still on; when the deploy is done: batchrun maintenance off"
-    return "  maintenance is over, so this is of then; to begin anew: batchrun drain"
+    starts = [f"{row['starts']} of {row['job']} {row['done']}" for row in rows]
+    has_ended = summary["exit_code"] is not None
+    left = "  unknown     {operations} of run {run} of {job}; to find out: batchrun reconcile {run}"
+    lines = [
+        summary["ended"],
+        f"  barrier     {barrier['id']}, since {barrier['at']} by {by}",
+        *([wrong] * bool(unknown)),
+        f"  unfinished  {several(summary['total'], 'run')} = {classes}",
+        *(render_drained(run, ended=has_ended) for run in summary["runs"]),
+        f"  operations  {summary['operations']} of unknown outcome",
+        *(left.format(**row) for row in summary["operations_of_others"]),
+        f"  starts      {', '.join(starts) or 'none was turned away'}",
+        f"  admitted    {', '.join(behind) or 'nothing'} between {between}",
+        f"  maintenance {door}",
+    ]
+    return "\n".join(lines)
 
 
 def render_drained(run: dict[str, Any], *, ended: bool) -> str:
@@ -15646,7 +15639,7 @@ class LogFile:
 
 def state_text(summary: dict[str, Any]) -> str:
     """Return a run's state with its reason."""
-    return f"{summary['state']} ({summary['reason']})" if summary["reason"] else summary["state"]
+    return f"{summary['state']}{in_brackets(summary['reason'])}"
 
 
 def moment_text(at: str | None) -> str:
@@ -16066,7 +16059,7 @@ def row_of_attempt(attempt: dict[str, Any]) -> list[str]:
     """Return an attempt as a row of a table."""
     began_at, ended_at, peak = attempt["began_at"], attempt["ended_at"], attempt["peak_rss_bytes"]
     ending = attempt["ending"] or "going on, or left by its owner"
-    ending += f" ({attempt['reason']})" * bool(attempt["reason"])
+    ending += in_brackets(attempt["reason"])
     return [
         *(str(attempt["generation"]), moment_text(began_at)),
         seconds_text(seconds_between(began_at, ended_at) if ended_at else None),
@@ -16809,21 +16802,19 @@ class App:
             self.console.letter(outcome.letter, outcome.exit_code)
         if outcome.run is None:
             return outcome
-        run = summarise(outcome.run, [], [], [])
+        run = outcome.run._asdict()
         self.console.tells = False
+        took = duration_text(self.host.monotonic() - began)
+        text = f"{run['job']}: run {run['id']} {state_text(run)} after {took}: {counts_text(run)}"
         if not outcome.letter:
-            took = duration_text(self.host.monotonic() - began)
-            text = (
-                f"{run['job']}: run {run['id']} {state_text(run)} after {took}: {counts_text(run)}"
-            )
-            todo = f"\nto go on: batchrun resume {run['id']}" * (not outcome.run.finished)
             self.console.show_end(text)
-            if not self.console.as_json:
-                self.console.say(text + todo)
         if self.console.as_json:
             document = {"type": "result", "exit_code": int(outcome.exit_code), "run": run["id"]}
             names = ("job", "state", "reason", "read", "rejected", "counts")
             write_line(1, json.dumps({**document, **{name: run[name] for name in names}}))
+        elif not outcome.letter:
+            todo = f"\nto go on: batchrun resume {run['id']}" * (not outcome.run.finished)
+            self.console.say(text + todo)
         return outcome
 
 
@@ -16935,19 +16926,16 @@ def tick(app: App) -> ExitCode:
         return ExitCode.DONE
     codes = [ExitCode.DONE]
     for run in due:
-        signalled = False
         try:
-            launch = Launch(run.job, only_resume=True, when_blocked="refuse")
-            code, *_, signalled = app.supervise(launch)
+            outcome = app.supervise(Launch(run.job, only_resume=True, when_blocked="refuse"))
         except BatchrunError as error:
-            code = error.exit_code
-            if code in (ExitCode.BUSY, ExitCode.MAINTENANCE):
+            if error.exit_code in (ExitCode.BUSY, ExitCode.MAINTENANCE):
                 app.console.say(str(error))
-                code = ExitCode.DONE
-            else:
-                app.console.letter(str(error), code)
-        codes.append(code)
-        if signalled:
+                continue
+            app.console.letter(str(error), error.exit_code)
+            outcome = Outcome(error.exit_code)
+        codes.append(outcome.exit_code)
+        if outcome.signalled:
             break  # it was the tick that was to stop; the next one goes on
     return worst_of(codes)
 
@@ -17259,7 +17247,7 @@ def report_drain(app: App, number: int | None) -> Result:
 def result_of_drain(app: App, ledger: Ledger, drain: Drain) -> Result:
     """Return a drain's report; that its sums do not add up is a finding."""
     account = Drainer(app.config, ledger, app.host, app.console, app.who).account(drain)
-    summary = summarise_drain(drain, account, ledger.turned_away(account.barrier))
+    summary = summarise_drain(drain, account, summarise_turned_away(ledger, account.barrier))
     return Result(render_drain(summary), summary, found=not summary["adds_up"])
 
 
@@ -17305,10 +17293,7 @@ def maintenance_off_command(app: App, *, force: bool) -> Result:
             return Result(render_closed(findings), document, found=True)
         overridden = "; ".join(finding.what for finding in findings)
         why = f"by --force, although: {overridden}" if findings else "switched off"
-        barrier = app.state.maintenance.end(ledger, app.who, why)
-        away = ledger.turned_away(barrier) if barrier else []
-        waiting = [run for run in ledger.all_unfinished() if run.deferred]
-    document = summarise_barrier(barrier, away, waiting)
+        document = summarise_barrier(ledger, app.state.maintenance.end(ledger, app.who, why))
     return Result(render_barrier(document), document)
 
 
@@ -17316,13 +17301,11 @@ def maintenance_off_command(app: App, *, force: bool) -> Result:
 def maintenance_status_command(app: App) -> Result:
     """Tell whether the door is closed, since when, by whom, and whom it turned away."""
     with app.ledger(write=False) as ledger:
-        barrier = ledger.barrier()
-        away = ledger.turned_away(barrier) if barrier else []
-        waiting = [run for run in ledger.all_unfinished() if run.deferred]
+        document = summarise_barrier(ledger, ledger.barrier())
     lockfile = app.state.maintenance.find()
     lines = render_lockfile(lockfile, app.host.now()) if lockfile else ["maintenance is off"]
-    document = summarise_barrier(barrier if lockfile else None, away, waiting)
     document["maintenance"] = lockfile and lockfile._asdict()
+    document["barrier"] = document["barrier"] if lockfile else None
     is_overdue = lockfile is not None and lockfile.overdue != ""
     return Result("\n".join([*lines, *render_turned_away(document)]), document, found=is_overdue)
 
@@ -17564,16 +17547,13 @@ def told_by(
     user: str, *, confirm: Sequence[str], absent: Sequence[str], receipt: str, why: str, by: str
 ) -> Told:
     """Return what a person says, without saying of which operation; refuse half of an answer."""
-    wrong = {
-        "An answer needs --why.": bool(confirm or absent) and not why.strip(),
-    }
-    with contextlib.suppress(ValueError):
-        receipt = receipt and _compact(json.loads(receipt))
-        wrong["--receipt is not JSON."] = False
-    wrong.setdefault("--receipt is not JSON.", bool(receipt))
-    for what in (what for what, is_so in wrong.items() if is_so):
-        raise half_answer(what)
-    return Told(0, None, receipt or None, mask_secrets(by or user), mask_secrets(why))
+    if (confirm or absent) and not why.strip():
+        raise half_answer("An answer needs --why.")
+    try:
+        given = _compact(json.loads(receipt)) if receipt else None
+    except ValueError as error:
+        raise half_answer("--receipt is not JSON.") from error
+    return Told(0, None, given, mask_secrets(by or user), mask_secrets(why))
 
 
 def result_of_answers(app: App, ledger: Ledger, rows: list[Answered], *, applies: bool) -> Result:
@@ -18158,31 +18138,20 @@ def run_command_line(arguments: list[str]) -> int:
         return int(root.main(arguments, "batchrun", standalone_mode=False) or 0)
     except click.exceptions.Exit as leaving:
         return leaving.exit_code
-    except click.ClickException as error:
-        where = getattr(error, "ctx", None)
-        see = f"\nSee: {where.command_path} --help" if where and "\n" not in str(error) else ""
-        app.console.letter(error.format_message() + see, ExitCode.USAGE)
-        return ExitCode.USAGE
+    except SystemExit as leaving:  # after a shell was told by click what completes a word
+        return int(leaving.code or 0)
     except (click.Abort, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
+    except click.ClickException as error:
+        where = getattr(error, "ctx", None)
+        see = f"See: {where.command_path} --help" if where and "\n" not in str(error) else ""
+        letter: BatchrunError = ConfigurationError(error.format_message(), todo=see)
     except BatchrunError as error:
-        app.console.letter(str(error), error.exit_code)
-        return error.exit_code
+        letter = error
     except OSError as error:
         letter = refused_by_system(error, arguments)
-        app.console.letter(str(letter), letter.exit_code)
-        return letter.exit_code
-
-
-def complete_words() -> int:
-    """Give a shell the words that may come next, which click finds by itself."""
-    app = App()
-    app.take(os.environ.get("BATCHRUN_CONFIG"))
-    try:
-        build_command_line(app, ["--help"]).main([], "batchrun")
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
-    return ExitCode.DONE
+    app.console.letter(str(letter), letter.exit_code)
+    return letter.exit_code
 
 
 def refused_by_system(error: OSError, arguments: list[str]) -> BatchrunError:
@@ -18206,8 +18175,7 @@ def main() -> NoReturn:
         block_stops()  # a stop that comes this early is counted too
     reach("main.begun")
     try:
-        completes = "_BATCHRUN_COMPLETE" in os.environ
-        code = complete_words() if completes else run_command_line(sys.argv[1:])
+        code = run_command_line(sys.argv[1:])
     except BaseException:  # noqa: BLE001 - a fault of batchrun's own, told before the end
         sys.excepthook(*sys.exc_info())
     finally:
