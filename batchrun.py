@@ -17128,7 +17128,7 @@ def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
 @command(
     "Every day",
     word("run", required=False, metavar="[RUN|drain]"),
-    word("number", required=False, metavar="[ID]"),
+    word("number", required=False, type=at_least(1), metavar="[ID]"),
     word("--since", metavar="30d", help="Compare the runs begun since then: of RUN's job, or all."),
     word(
         "--html",
@@ -17139,16 +17139,12 @@ def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
     word("--markdown", is_flag=True, help="Write it as Markdown."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
-def report_command(app: App, *, run: str | None, number: str | None, **how: Any) -> Ended:
+def report_command(app: App, *, run: str | None, number: int | None, **how: Any) -> Result:
     """Tell what happened in a run, attempt by attempt; or in a drain, run by run."""
-    is_number = number is None or number.isdecimal()
-    if run == "drain" and is_number and not given(how):
-        return report_drain(app, int(number) if number else None)
+    if run == "drain" and not given(how):
+        return report_drain(app, number)
     if number is not None or run == "drain":
-        what = (
-            "A drain has no such report." if run == "drain" else "A number is for `report drain`."
-        )
-        what = what if is_number else "One RUN or JOB is reported, not two."
+        what = "A report is of one RUN or JOB, or of `drain` and its number without options."
         raise ConfigurationError(what, todo=f"Write: batchrun report {run}")
     if not (run or how["since"]) or (how["markdown"] and (how["html"] or app.console.as_json)):
         what = "A report is of a run, or --since a moment; in one of its forms."
@@ -17342,13 +17338,9 @@ def scopes_of(
 ) -> list[str]:
     """Return what is to be closed as scopes; none is everything."""
     known = {tag for job in config.jobs.values() for tag in job.tags}
-    for tag in tags:
-        if tag not in known:
-            what, why = (
-                f"No job has the tag {tag!r}.",
-                f"Tags: {', '.join(sorted(known)) or 'none'}.",
-            )
-            raise ConfigurationError(what, why=why, unchanged="Nothing was changed.")
+    for tag in [tag for tag in tags if tag not in known]:
+        what, why = f"No job has the tag {tag!r}.", f"Tags: {', '.join(sorted(known)) or 'none'}."
+        raise ConfigurationError(what, why=why, unchanged="Nothing was changed.")
     scopes = [f"job:{config.job(name).name}" for name in jobs] + [f"tag:{tag}" for tag in tags]
     for version in versions:
         name, _, below = version.partition("<")
@@ -17405,8 +17397,7 @@ def parse_versions(config: Config, words: tuple[str, ...]) -> dict[str, int]:
         job, _, number = each.rpartition("=")
         if not number.isdecimal():
             raise ConfigurationError(f"--as-version {each!r} has no number.", todo="Write: JOB=3")
-        jobs = [config.job(job).name] if job else config.jobs
-        versions |= dict.fromkeys(jobs, int(number))
+        versions |= dict.fromkeys([config.job(job).name] if job else config.jobs, int(number))
     return versions
 
 
@@ -17432,25 +17423,21 @@ def cancel_command(
     app: App, *, run: str, wait: bool, kill: bool, forget_cleanups: str | None
 ) -> Ended:
     """Cancel a run at its next safe point, for good; call the cleanups that are left of it."""
-    told = None
     if forget_cleanups is not None:
         with app.ledger(write=True) as ledger:
             ledger.forget_cleanups(app.find_run(ledger, run), app.who, forget_cleanups)
     if (found := with_cleanups_left(app, run)) is None:
         told = stopped(app, run, Request.CANCEL, wait=wait, kill=kill)
         found = with_cleanups_left(app, told.document["run"]) if kill or wait else None
-    if told is not None and found is None:
-        return told
-    owner = cast("Run", found)
-    launch = Launch(owner.job, cancels=owner.id, when_blocked="refuse")
+        if found is None:
+            return told
+    launch = Launch(found.job, cancels=found.id, when_blocked="refuse")
     outcome = Supervisor(app.config, launch, app.host, app.console).run()
-    ended = cast("Run", outcome.run)
     if outcome.letter:
         app.console.letter(outcome.letter, outcome.exit_code)
-    document = {"run": ended.id, "request": Request.CANCEL, "done": True, "state": ended.state}
     with app.ledger(write=False) as ledger:
-        text = stop_text(ended, Request.CANCEL, standing(ledger, ended, app.host), is_done=True)
-    app.console.result(f"run {ended.id} of {ended.job} {text}", document)
+        ended = result_of_stop(app, ledger, cast("Run", outcome.run), Request.CANCEL, is_done=True)
+    app.console.result(ended.text, ended.document)
     return outcome.exit_code
 
 
@@ -17477,8 +17464,14 @@ def stopped(app: App, name: str, request: Request, *, wait: bool, kill: bool = F
             grace_s = min([KILL_AFTER_INTERRUPT_S, *known]) if kill else None
             stopper.wait(app.host, app.console.say, kill_after_s=grace_s)
             is_done = True
-        run = ledger.run(run.key)
-        text = stop_text(run, request, standing(ledger, run, app.host), is_done=is_done)
+        return result_of_stop(app, ledger, ledger.run(run.key), request, is_done=is_done)
+
+
+def result_of_stop(
+    app: App, ledger: Ledger, run: Run, request: Request, *, is_done: bool
+) -> Result:
+    """Return what became of a wish to stop a run."""
+    text = stop_text(run, request, standing(ledger, run, app.host), is_done=is_done)
     document = {"run": run.id, "request": request, "done": is_done, "state": run.state}
     return Result(f"run {run.id} of {run.job} {text}", document)
 
@@ -17492,7 +17485,7 @@ def stop_text(run: Run, request: Request, stands: Standing, *, is_done: bool) ->
         unknown = f"\n{stands.why}\nto find out: {stands.todo}"
         asked = f" ({run.request} is asked for)" * bool(run.request)
         return f"{has} {run.state}{asked}" + unknown * (run.finished and stands.needs_someone)
-    done = {Request.PAUSE: "paused", Request.CANCEL: "cancelled"}[request]
+    done = "paused" if request == Request.PAUSE else "cancelled"
     frozen = f"\n{stands.why}\nto end it: batchrun cancel --kill {run.id}"
     return f"will be {done} at its next safe point" + frozen * stands.needs_someone
 
@@ -17771,13 +17764,9 @@ def init_command(_: App, *, folder: str) -> Result:
         root / "jobs/inventory_sync.py": STARTER_JOB,
         root / "jobs/feed.csv": "\n".join(["sku,quantity", *feed, ""]),
     }
-    for path in files:
-        if path.exists():
-            raise ConfigurationError(
-                f"{path} is there already.",
-                unchanged="Nothing was written.",
-                todo="Choose another folder: batchrun init FOLDER",
-            )
+    for path in filter(Path.exists, files):
+        what, todo = f"{path} is there already.", "Choose another folder: batchrun init FOLDER"
+        raise ConfigurationError(what, unchanged="Nothing was written.", todo=todo)
     for path, content in files.items():
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         write_atomically(path, content.encode())

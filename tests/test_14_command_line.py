@@ -315,6 +315,8 @@ def test_set_refuses_what_others_could_read(shop: Project) -> None:
     )
 
 
+ONE_REPORT = "A report is of one RUN or JOB, or of `drain` and its number without options."
+NO_ID = "not a valid integer range.\nSee: batchrun report --help"
 SEE = "\nSee: batchrun rejects"
 NO_TICK = "--all goes on with all that is due, each as it was started."
 
@@ -325,8 +327,9 @@ NO_TICK = "--all goes on with all that is due, each as it was started."
         ("resume count --all", f"{NO_TICK}\nWrite: batchrun resume --all, or resume RUN"),
         ("resume --all --batches 1", f"{NO_TICK}\nWrite: batchrun resume --all, or resume RUN"),
         ("resume --all --in-process", f"{NO_TICK}\nWrite: batchrun resume --all, or resume RUN"),
-        ("report count 5", "A number is for `report drain`.\nWrite: batchrun report count"),
-        ("report count two", "One RUN or JOB is reported, not two.\nWrite: batchrun report count"),
+        ("report count 5", f"{ONE_REPORT}\nWrite: batchrun report count"),
+        ("report count two", f"Invalid value for '[ID]': 'two' is {NO_ID}"),
+        ("report drain --markdown", f"{ONE_REPORT}\nWrite: batchrun report drain"),
         ("rejects list --batches 3", f"No such option '--batches'.{SEE} list --help"),
         ("rejects list --why x", f"No such option '--why'.{SEE} list --help"),
         ("rejects show count --in-process", f"No such option '--in-process'.{SEE} show --help"),
