@@ -15289,8 +15289,8 @@ STATUS: dict[str, Callable[[dict[str, Any], str], str]] = {
     "for": lambda job, now: age_text(job["since"], now),
     "batches": lambda job, _: number_text(job["batches"]),
     "records": lambda job, _: number_text(job["read"]),
-    "of": lambda job, _: number_text(job["expected"] or None),
-    "done": lambda job, _: share_text(job["read"], job["expected"]) if job["expected"] else "-",
+    "of": lambda job, _: number_text(total_of(job)),
+    "done": lambda job, _: share_text(job["read"], total_of(job)),
     "rate": lambda job, _: f"{job['records_per_s']:,.0f}/s" if job["records_per_s"] else "-",
     "left": lambda job, _: duration_text(job["left_s"]) if job["left_s"] is not None else "-",
     "success": lambda job, now: age_text(job["last_success"], now, " ago"),
@@ -15328,9 +15328,20 @@ def render_status(jobs: list[dict[str, Any]], now: str, columns: int = 0) -> str
     return "\n".join([table, *deferred, *loud, *todos, *stuck])
 
 
-def share_text(read: int, expected: int) -> str:
-    """Return how much of what is expected was read; of a source that grew, all of it."""
-    return f"{min(1.0, read / expected):.0%}"
+def total_of(run: Mapping[str, Any]) -> int | None:
+    """Return how many records a run has to read, if that is known.
+
+    What it expects may be an estimate: of a source that was read whole it is what was read, and
+    never less than that.
+    """
+    if not run["expected"]:
+        return None
+    return run["read"] if run["state"] == RunState.SUCCEEDED else max(run["read"], run["expected"])
+
+
+def share_text(read: int, total: int | None) -> str:
+    """Return how much of all was read, or `-`."""
+    return f"{read / total:.0%}" if total else "-"
 
 
 def fit_table(rows: list[list[str]], columns: int) -> str:
@@ -15464,10 +15475,10 @@ def render_live(job: dict[str, Any], now: str, columns: int, bars: str) -> list[
     """Return the live view of one job: how far, how fast, how well, and what happened last."""
     width = max(8, columns - 32)
     lines = [f"{job['job']}: {state_text(job)} for {age_text(job['since'], now)}", ""]
-    if job["expected"]:
-        so_far = (job["read"], job["expected"])
+    if total := total_of(job):
         left = " ".join(speed_text(job)[1:])
-        lines.append(f"{bar_text(*so_far, width)} {share_text(*so_far):>4}  {left}")
+        share = share_text(job["read"], total)
+        lines.append(f"{bar_text(job['read'], total, width)} {share:>4}  {left}")
     lines += [f"{name:<13} {line}" for name, line in about_job(job, now) if name not in NOT_LIVE]
     for name, gauge in (("memory", "rss_bytes"), ("connections", "connections")):
         if any(values := [value or 0 for value in job["live"][gauge][-width:]]):
@@ -15651,7 +15662,8 @@ def of_all_text(summary: dict[str, Any]) -> str:
     """Return how many records were read, and of how many, if that is known."""
     if summary["read"] is None:
         return "-"
-    return f"{summary['read']:,}" + (f" of {summary['expected']:,}" if summary["expected"] else "")
+    total = total_of(summary)
+    return f"{summary['read']:,} of {total:,}" if total else f"{summary['read']:,}"
 
 
 def counts_text(summary: dict[str, Any]) -> str:
@@ -15670,27 +15682,28 @@ def time_text(summary: dict[str, Any]) -> str:
 
 def progress_line(run: Run, rate: float, columns: int) -> str:
     """Return one line that fits a terminal: bar, records, rate a second, the time that is left."""
-    words = progress_text(run, rate)
+    words, total = progress_text(run, rate), total_of(run._asdict())
     width = min(BAR_WIDTH, columns - len(f"{run.job} [] {words}"))
-    if width < 8 or not run.expected:
+    if width < 8 or not total:
         return f"{run.job} {words}"[:columns]
-    return f"{run.job} {bar_text(run.read, run.expected, width)} {words}"
+    return f"{run.job} {bar_text(run.read, total, width)} {words}"
 
 
-def bar_text(read: int, expected: int, width: int) -> str:
+def bar_text(read: int, total: int, width: int) -> str:
     """Return a bar of so many letters, and its ends: how far it is."""
-    return f"[{'#' * (width * min(read, expected) // expected):-<{width}}]"
+    return f"[{'#' * (width * read // total):-<{width}}]"
 
 
 def progress_text(run: Run, rate: float) -> str:
     """Return how far a run is in words, of the same width from beginning to end."""
     speed = f"{rate:>9,.0f}/s" if rate else " " * 11
-    if not run.expected:
+    total = total_of(run._asdict())
+    if not total:
         return f"{run.read:>12,} records {speed}"
-    left_s = max(0, run.expected - run.read) / rate if rate else 0
+    left_s = (total - run.read) / rate if rate else 0
     left = f"{duration_text(left_s):>6} left" if left_s else " " * 11
-    read = f"{run.read:>{len(f'{run.expected:,}')},} of {run.expected:,}"
-    return f"{share_text(run.read, run.expected):>4}  {read} {speed} {left}"
+    read = f"{run.read:>{len(f'{total:,}')},} of {total:,}"
+    return f"{share_text(run.read, total):>4}  {read} {speed} {left}"
 
 
 # -- units of systemd, lines of cron ---------------------------------------------------------------
