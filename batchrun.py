@@ -14975,23 +14975,20 @@ def summarise_answered(row: Answered, *, applied: bool) -> dict[str, Any]:
     }
 
 
-ANSWER_WORDS = {DONE: "done", CONFIRMED: "was done", FREED: "was not done", None: "unknown"}
-
-
 def render_answered(documents: list[dict[str, Any]]) -> str:
     """Return operations of unknown outcome as a table, and what follows."""
+    words = {DONE: "done", CONFIRMED: "was done", FREED: "was not done", None: "unknown"}
     rows = [["key", "job", "run", "claimed at", "answer", "why"]]
     for each in documents:
-        answer = ANSWER_WORDS[each["outcome"]] + " (recorded)" * each["applied"]
+        answer = words[each["outcome"]] + " (recorded)" * each["applied"]
         claimed_at = moment_text(each["claimed_at"])
         rows.append([each["key"], each["job"], each["run"], claimed_at, answer, each["why"]])
     return render_table(rows)
 
 
-def summarise_rollback(
-    rollback: Rollback, batches: list[BatchRow], operations: list[Operation]
-) -> dict[str, Any]:
+def summarise_rollback(ledger: Ledger, rollback: Rollback) -> dict[str, Any]:
     """Return what a rollback undoes as one JSON document, batches by number, newest first."""
+    batches, operations = ledger.batches_of(rollback), ledger.operations_of(rollback)
     done = [row for row in operations if row.number <= rollback.of.number]
     fixed = [row.key for row in done if row.irreversible]
     uncommitted = [row.key for row in operations if row.number > rollback.of.number]
@@ -15124,17 +15121,15 @@ def render_findings(findings: list[Finding]) -> str:
     return "\n".join(f"{f.what}\n  {f.why}\n  to type: {f.todo}" for f in findings)
 
 
+CLOSED = """Maintenance stays on: nothing was changed, and nothing starts. Type one of:
+  batchrun maintenance off           once it is mended (converter, old file, setting)
+  batchrun maintenance off --force   to open it all the same, which is recorded"""
+
+
 def render_closed(findings: list[Finding]) -> str:
     """Return why maintenance stays on, and the two ways out; no start is one behind the barrier."""
     said = (line for found in findings for line in (found.what, found.why) if line)
-    return "\n".join(
-        [
-            *said,
-            "Maintenance stays on: nothing was changed, and nothing starts. Type one of:",
-            "  batchrun maintenance off           once it is mended (converter, old file, setting)",
-            "  batchrun maintenance off --force   to open it all the same, which is recorded",
-        ]
-    )
+    return "\n".join([*said, CLOSED])
 
 
 def summarise_barrier(ledger: Ledger, barrier: Barrier | None) -> dict[str, Any]:
@@ -15310,22 +15305,15 @@ def render_status(jobs: list[dict[str, Any]], now: str, columns: int = 0) -> str
     """
     ordered = sorted(jobs, key=itemgetter("needs_someone"), reverse=True)
     rows = ([cell(job, now) for cell in STATUS.values()] for job in ordered)
-    table = fit_table([list(STATUS), *rows], columns)
-    deferred = [
-        f"deferred: {job['job']}, for {age_text(job['deferred_since'], now)}"
-        for job in jobs
-        if job["deferred_since"]
-    ]
-    which = " for {}" * (len(jobs) > 1)
-    asking = [job for job in ordered if job["run"] or len(jobs) == 1]
-    todos = [
-        f"to type{which.format(job['job'])}: {job['next']}"
-        for job in asking
-        if not job["next"].startswith(NOTHING_TO_DO)
-    ]
-    stuck = [line for job in jobs for line in render_stuck(job)]
-    loud = [f"{k}: {j['job']}, {j[k]}" for j in jobs for k in ("stalled", "late") if j[k]]
-    return "\n".join([table, *deferred, *loud, *todos, *stuck])
+    lines = [fit_table([list(STATUS), *rows], columns)]
+    deferred = [(job["job"], job["deferred_since"]) for job in jobs if job["deferred_since"]]
+    lines += [f"deferred: {job}, for {age_text(since, now)}" for job, since in deferred]
+    lines += [f"{k}: {j['job']}, {j[k]}" for j in jobs for k in ("stalled", "late") if j[k]]
+    for job in ordered:
+        which = f" for {job['job']}" if len(jobs) > 1 else ""
+        if (job["run"] or not which) and not job["next"].startswith(NOTHING_TO_DO):
+            lines.append(f"to type{which}: {job['next']}")
+    return "\n".join([*lines, *chain.from_iterable(map(render_stuck, jobs))])
 
 
 def total_of(run: Mapping[str, Any]) -> int | None:
@@ -15334,9 +15322,10 @@ def total_of(run: Mapping[str, Any]) -> int | None:
     What it expects may be an estimate: of a source that was read whole it is what was read, and
     never less than that.
     """
-    if not run["expected"]:
-        return None
-    return run["read"] if run["state"] == RunState.SUCCEEDED else max(run["read"], run["expected"])
+    total: int | None = run["expected"] or None
+    if total:
+        total = run["read"] if run["state"] == RunState.SUCCEEDED else max(run["read"], total)
+    return total
 
 
 def share_text(read: int, total: int | None) -> str:
@@ -15431,11 +15420,8 @@ def about_run(job: dict[str, Any], now: str) -> Iterator[tuple[str, str]]:
     yield "attempts", f"{len(about['attempts']):,}"
     for row in map(row_of_attempt, about["attempts"][-ATTEMPTS_SHOWN:]):
         yield "attempt", "{}  {}  {}: {}, commits {}, peak {}".format(*row[:6])
-    if about["reading"]:
-        yield (
-            "reading",
-            f"{reading_text(about['reading'])}, {age_text(about['reading']['at'], now)} ago",
-        )
+    if seen := about["reading"]:
+        yield "reading", f"{reading_text(seen)}, {age_text(seen['at'], now)} ago"
     if check := about["health_check"]:
         yield "health", f"{check['verdict']}, {age_text(check['at'], now)} ago"
         yield from ((name, check[name]) for name in FACTORS)
@@ -15481,16 +15467,12 @@ def render_live(job: dict[str, Any], now: str, columns: int, bars: str) -> list[
         lines.append(f"{bar_text(job['read'], total, width)} {share:>4}  {left}")
     lines += [f"{name:<13} {line}" for name, line in about_job(job, now) if name not in NOT_LIVE]
     for name, gauge in (("memory", "rss_bytes"), ("connections", "connections")):
-        if any(values := [value or 0 for value in job["live"][gauge][-width:]]):
-            most = size_text(max(values)) if gauge == "rss_bytes" else f"{max(values)}"
-            lines.append(f"{name:<13} {sparkline(values, bars)}  at most {most}")
+        values = [value or 0 for value in job["live"][gauge][-width:]]
+        if most := max(values, default=0):
+            drawn = "".join(bars[round(value / most * (len(bars) - 1))] for value in values)
+            text = size_text(most) if gauge == "rss_bytes" else f"{most}"
+            lines.append(f"{name:<13} {drawn}  at most {text}")
     return [*lines, f"to type: {job['next']}"]
-
-
-def sparkline(values: Sequence[float], bars: str) -> str:
-    """Return values as a line of bars, from 0 to the largest of them."""
-    most = max(values)
-    return "".join(bars[round(value / most * (len(bars) - 1))] for value in values)
 
 
 def frame(head: list[str], tail: list[str], columns: int, rows: int) -> list[str]:
@@ -15545,11 +15527,9 @@ def summarise_configured(job_config: JobConfig, folder: Path) -> dict[str, Any]:
     kinds = _declared(found.settings, job_config.name) if found.settings else {}
     settings = []
     for each in _declared_fields(found.settings):
-        default = [mask_secrets(repr(value)) for value in _defaults_of(each)]
+        default = next((mask_secrets(repr(value)) for value in _defaults_of(each)), None)
         kind = _type_name(kinds.get(each.name, ""))
-        settings.append(
-            {"name": each.name, "type": kind, "default": default[0] if default else None}
-        )
+        settings.append({"name": each.name, "type": kind, "default": default})
     title = found.words.split("\n")[0]
     return {"version": found.version, "title": title, "words": found.words, "settings": settings}
 
@@ -15558,12 +15538,11 @@ def render_jobs(jobs: list[dict[str, Any]], now: str) -> str:
     """Return the configured jobs as text: each with what it does, and its settings below it."""
     lines = []
     for job in jobs:
-        last = job["last_run"]
-        ran = (
-            f"run {last['run']} {last['state']} {age_text(last['since'], now)} ago" if last else ""
-        )
+        ran = "never run"
+        if last := job["last_run"]:
+            ran = f"run {last['run']} {last['state']} {age_text(last['since'], now)} ago"
         version = f"version {job['version']}" if "version" in job else "CANNOT BE USED"
-        lines.append(f"{job['job']}  {version}, {ran or 'never run'}")
+        lines.append(f"{job['job']}  {version}, {ran}")
         lines.append(f"  {job.get('title') or job.get('error') or '-'}")
         for each in job.get("settings", ()):
             default = f" = {each['default']}" if each["default"] is not None else ", must be set"
@@ -15866,7 +15845,7 @@ def render_metrics(
     }
     lines = []
     for name, (means, labels, value) in single.items():
-        lines += render_metric(name, means, [(labels, value or 0)] * (value is not None))
+        lines += render_metric(name, means, [(labels, value)])
     for name, (means, key) in METRICS.items():
         lines += render_metric(name, means, [({LABEL: job["job"]}, job[key]) for job in jobs])
     pairs = [(job, state) for job in jobs for state in RunState]
@@ -16003,9 +15982,8 @@ def part_of_end(summary: dict[str, Any]) -> Part:
         ("batches", f"{summary['batches']:,}"),
         ("95 of 100 batches within", seconds_text(summary["batch_p95_s"])),
     ]
-    ended = (
-        f"ended {moment_text(summary['ended_at'])}" if summary["ended_at"] else "is not finished"
-    )
+    end = summary["ended_at"]
+    ended = f"ended {moment_text(end)}" if end else "is not finished"
     lines = [
         f"It began {moment_text(summary['created_at'])} and {ended}.",
         *kin_of(summary),
@@ -16126,14 +16104,12 @@ def plots_of(summary: dict[str, Any], sheet: Sheet) -> Iterator[Plot]:
         rates = [(begin, end, span["records"] / (end - begin)) for begin, end, span in worked]
         yield step_plot("Records per second", "records/s", rates, number_text)
         end_s, ticks = up_to(max(span["longest_s"] for *_, span in worked), seconds_text)
-        low, mean, high = (
-            [(begin, end, span[name] / end_s) for begin, end, span in worked]
-            for name in ("shortest_s", "mean_s", "longest_s")
+        ranges, means = (
+            [(begin, end, span[low] / end_s, span[high] / end_s) for begin, end, span in worked]
+            for low, high in (("shortest_s", "longest_s"), ("mean_s", "mean_s"))
         )
-        ranges = [(*bottom, top) for bottom, (*_, top) in zip(low, high, strict=True)]
         words = f"95 of 100 within {seconds_text(p95_s)}"
         limit = (0.0, sheet.until_s, p95_s / end_s, p95_s / end_s)
-        means = [(*box, box[2]) for box in mean]
         layers = [("range", "shortest to longest", ranges), ("mean", "mean", means)]
         yield Plot("Batch durations", words, [*layers, ("limit", words, [limit])], ticks)
     for name, title, label, text in (
@@ -16172,10 +16148,7 @@ def up_to(top: float, text: Callable[[float], str]) -> tuple[float, list[tuple[f
 
 
 def step_plot(
-    title: str,
-    label: str,
-    steps: list[tuple[float, float, float]],
-    text: Callable[[float], str],
+    title: str, label: str, steps: list[tuple[float, float, float]], text: Callable[[float], str]
 ) -> Plot:
     """Return a plot of one amount over time: from, to, amount."""
     amounts = [amount for *_, amount in steps]
@@ -16197,9 +16170,8 @@ def band_plot(summary: dict[str, Any], sheet: Sheet) -> Plot:
             bad_s += (end - begin) * is_bad
             top = bottom + height * (0.8 if is_bad else 0.4)  # told apart in black and white too
             found[span[factor]].append((begin, end, bottom + 0.1 * height, top))
-        words.append(
-            f"{factor} bad for {seconds_text(bad_s)}" if spans else f"{factor} not checked"
-        )
+        said = f"bad for {seconds_text(bad_s)}" if spans else "not checked"
+        words.append(f"{factor} {said}")
     for a in summary["attempts"]:
         moments = a["began_at"], a["ended_at"] or summary["until_at"]
         begin, end = (seconds_between(sheet.began_at, moment) for moment in moments)
@@ -16632,20 +16604,17 @@ class Console:
 
     def say(self, text: str) -> None:
         """Show one line about what happens."""
-        text = mask_secrets(text)
         if self.as_json:
-            write_line(1, json.dumps({"type": "said", "text": text}))
+            write_line(1, json.dumps({"type": "said", "text": mask_secrets(text)}))
         elif self.tells or self.live or self.plain:
-            self._draw("")
-            self._tell(self.typed(text), WARNING if text.startswith("warning: ") else NEWS)
+            self._tell(text, WARNING if text.startswith("warning: ") else NEWS)
 
     def warn(self, text: str) -> None:
         """Show one line whoever reads; it is no letter, and nothing has ended by it."""
         if self.as_json:
             self.say(text)
         else:
-            self._draw("")
-            self._tell(visible(mask_secrets(text)), WARNING)
+            self._tell(text, WARNING)
 
     def progress(self, run: Run) -> None:
         """Draw the live line anew, or write a line now and then: each tenth, and each minute."""
@@ -16674,12 +16643,12 @@ class Console:
 
     def letter(self, text: str, code: int) -> None:
         """Write an error; with --json the last line of stderr is an object."""
-        self._draw("")
         self.show_end(text)
-        text = visible(mask_secrets(self.typed(text)))
         if self.as_json:
-            text = json.dumps({"type": "error", "exit_code": int(code), "text": text})
-        self._tell(text, NEWS if code in FINE else ERROR)
+            text = visible(mask_secrets(self.typed(text)))
+            write_line(2, json.dumps({"type": "error", "exit_code": int(code), "text": text}))
+        else:
+            self._tell(text, NEWS if code in FINE else ERROR)
 
     def show_end(self, text: str) -> None:
         """Tell who started us how it ended: it is read elsewhere."""
@@ -16689,7 +16658,9 @@ class Console:
 
     def _tell(self, text: str, priority: int) -> None:
         """Write lines to standard error; the journal is told how much each matters."""
-        if self._host.is_journal() and not self.as_json:
+        self._draw("")
+        text = visible(mask_secrets(self.typed(text)))
+        if self._host.is_journal():
             text = re.sub("^", f"<{priority}>", text, flags=re.MULTILINE)
         write_line(2, text)
 
@@ -16878,19 +16849,13 @@ def given(options: Mapping[str, Any]) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in typed]
 
 
-def launch_of(
-    job: str,
-    *,
-    settings: tuple[str, ...] = (),
-    accept_source: bool = False,
-    accept_settings: bool = False,
-    **asked: Any,
-) -> Launch:
-    """Return what the options of `run` and `resume` ask for."""
-    asked["when_blocked"] = asked["when_blocked"] or ""
-    accepted = ("source",) * accept_source + ("settings",) * accept_settings
-    overrides = parse_overrides(settings)
-    return Launch(job, overrides=overrides, acceptances=accepted, **asked)
+def launch_of(job: str, **asked: Any) -> Launch:
+    """Return what the options of a command that runs a job ask for."""
+    names = ("source", "settings")
+    accepted = tuple(name for name in names if asked.pop(f"accept_{name}", False))
+    overrides = parse_overrides(asked.pop("settings", ()))
+    when = asked.pop("when_blocked") or ""
+    return Launch(job, overrides=overrides, acceptances=accepted, when_blocked=when, **asked)
 
 
 def parse_overrides(pairs: tuple[str, ...]) -> dict[str, str]:
@@ -17154,15 +17119,16 @@ def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
 )
 def report_command(app: App, *, run: str | None, number: int | None, **how: Any) -> Result:
     """Tell what happened in a run, attempt by attempt; or in a drain, run by run."""
-    if run == "drain" and not given(how):
-        return report_drain(app, number)
-    if number is not None or run == "drain":
+    is_drain = run == "drain" and not given(how)
+    if not is_drain and (number is not None or run == "drain"):
         what = "A report is of one RUN or JOB, or of `drain` and its number without options."
         raise ConfigurationError(what, todo=f"Write: batchrun report {run}")
     if not (run or how["since"]) or (how["markdown"] and (how["html"] or app.console.as_json)):
         what = "A report is of a run, or --since a moment; in one of its forms."
         raise ConfigurationError(what, todo="Write: batchrun report RUN --html FILE")
     with app.ledger(write=False) as ledger:
+        if is_drain:
+            return result_of_drain(app, ledger, ledger.drain(number))
         found = app.find_run(ledger, run) if run else None
         if how["since"]:
             since = moment_of("--since", how["since"], app.host.now())
@@ -17179,7 +17145,7 @@ def report_command(app: App, *, run: str | None, number: int | None, **how: Any)
 def summary_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
     """Return all that is known of a run, with its course, why it is as it is, and what to type."""
     rows = ledger.attempts(run), ledger.rejects(run), ledger.events(run)
-    undoes = summary_of_rollback(ledger, ledger.rollback_by(run)) if run.rollback_of else None
+    undoes = summarise_rollback(ledger, ledger.rollback_by(run)) if run.rollback_of else None
     of_rollbacks = undoes, ledger.rollbacks(run)
     stands = standing(ledger, run, app.host)
     summary = summarise(run, *rows, ledger.cleanups(run), *of_rollbacks) | ledger.course(run)
@@ -17244,17 +17210,10 @@ def log_lines(app: App, name: str, *, follow: bool) -> Iterator[LogLine]:
         raise Incomplete(log.refused)
 
 
-def report_drain(app: App, number: int | None) -> Result:
-    """Tell what became of the runs that a barrier found, by default the newest one's drain."""
-    with app.ledger(write=False) as ledger:
-        drain = ledger.drain(number)
-        if drain is None:
-            raise NotFound("There is no such drain.", todo="To begin one: batchrun drain")
-        return result_of_drain(app, ledger, drain)
-
-
-def result_of_drain(app: App, ledger: Ledger, drain: Drain) -> Result:
-    """Return a drain's report; that its sums do not add up is a finding."""
+def result_of_drain(app: App, ledger: Ledger, drain: Drain | None) -> Result:
+    """Return what became of the runs that a drain found; sums that do not add up are a finding."""
+    if drain is None:
+        raise NotFound("There is no such drain.", todo="To begin one: batchrun drain")
     account = Drainer(app.config, ledger, app.host, app.console, app.who).account(drain)
     summary = summarise_drain(drain, account, summarise_turned_away(ledger, account.barrier))
     return Result(render_drain(summary), summary, found=not summary["adds_up"])
@@ -17726,7 +17685,7 @@ def rollback_command(
     with app.ledger(write=not dry_run) as ledger:
         found = app.find_run(ledger, run)
         rollback, begun = rollback_of(ledger, found, to_batch, mask_secrets(why))
-        document = summary_of_rollback(ledger, rollback)
+        document = summarise_rollback(ledger, rollback)
         if not begun:
             document["bytes"] = look_at_rollback(app.config, app.state, ledger, rollback)
     if dry_run:
@@ -17747,12 +17706,6 @@ def rollback_of(ledger: Ledger, run: Run, to_batch: int | None, why: str) -> tup
             todo=f"To go on with that: batchrun resume {begun.id}",
         )
     return ledger.rollback_by(begun), True
-
-
-def summary_of_rollback(ledger: Ledger, rollback: Rollback) -> dict[str, Any]:
-    """Return what a rollback undoes as one JSON document."""
-    rows = ledger.batches_of(rollback), ledger.operations_of(rollback)
-    return summarise_rollback(rollback, *rows)
 
 
 def result_of_rollback(document: dict[str, Any]) -> Result:
