@@ -15582,15 +15582,15 @@ class LogFile:
     """A run's log, read as it grows, also where it is moved, removed, made anew or cut short."""
 
     def __init__(self, path: Path, begins: str) -> None:
-        self._path, self._file, self._rest = path, cast("IO[bytes] | None", None), b""
+        self._path, self._rest = path, b""
+        self._file: IO[bytes] = io.BytesIO()  # empty, until there is a log
         self.refused = ""  # why it cannot be read although it is there
         self._last = LogLine(begins, "INFO", "")
 
     def new_lines(self, *, to_end: bool) -> Iterator[LogLine]:
         """Yield what was written since the last time; `to_end`: a line that is not ended too."""
-        if self._file is not None:
-            yield from self._lines(to_end=to_end or not self._is_there(self._file))
-        if self._file is None or not self._is_there(self._file):
+        yield from self._lines(to_end=to_end or not self._is_there())
+        if not self._is_there():
             self.close()
             try:
                 self._file = os.fdopen(os.open(self._path, READ_PLAIN), "rb")
@@ -15601,18 +15601,17 @@ class LogFile:
 
     def close(self) -> None:
         """Close the file; the next look opens it anew, from its beginning."""
-        if self._file is not None:
-            self._file.close()
-        self._file, self._rest = None, b""
+        self._file.close()
+        self._file, self._rest = io.BytesIO(), b""
 
-    def _is_there(self, file: IO[bytes]) -> bool:
+    def _is_there(self) -> bool:
         with contextlib.suppress(OSError):
-            found, mine = self._path.lstat(), os.fstat(file.fileno())
-            return os.path.samestat(found, mine) and found.st_size >= file.tell()
+            found, mine = self._path.lstat(), os.fstat(self._file.fileno())
+            return os.path.samestat(found, mine) and found.st_size >= self._file.tell()
         return False
 
     def _lines(self, *, to_end: bool) -> Iterator[LogLine]:
-        for piece in cast("IO[bytes]", self._file):
+        for piece in self._file:
             self._rest += piece
             if piece.endswith(b"\n"):
                 yield self._taken()

@@ -334,7 +334,7 @@ NO_TICK = "--all goes on with all that is due, each as it was started."
         ("rejects list --why x", f"No such option '--why'.{SEE} list --help"),
         ("rejects show count --in-process", f"No such option '--in-process'.{SEE} show --help"),
         ("rejects retry count --why x", f"No such option '--why'.{SEE} retry --help"),
-        ("rejects drop count --why x --quick", f"No such option '--quick'.{SEE} drop --help"),
+        ("rejects drop count --why x --batches 3", f"No such option '--batches'.{SEE} drop --help"),
         ("rejects drop count", f"Missing option '--why'.{SEE} drop --help"),
         ("rejects show", f"Missing argument 'RUN'.{SEE} show --help"),
         ("rejects sort count", f"No such command 'sort'.{SEE} --help"),

@@ -596,21 +596,6 @@ def test_dropping_needs_a_reason_and_is_recorded(rejected: Shop) -> None:
     assert applied(rejected)[-2:] == ["8", "9"]
 
 
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (("forget", "sync"), "There is no `rejects forget`."),
-        (("forget",), "`rejects forget` needs a RUN."),
-        (("drop",), "`rejects drop` needs a RUN."),
-    ],
-)
-def test_other_words_are_answered_with_what_to_type(
-    rejected: Shop, words: tuple[str, ...], what: str
-) -> None:
-    ended = rejected.call("rejects", *words)
-    assert (ended.code, ended.err) == (2, f"{what}\n{batchrun.REJECTS_TODO}\n")
-
-
 def test_rejects_of_which_only_text_is_kept_cannot_be_retried_and_say_so(shop: Shop) -> None:
     loop = "class Odd(dict): ...\nfor batch in ctx.batches([Odd(a=1)]):\n"
     shop.write(
