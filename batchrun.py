@@ -15758,14 +15758,12 @@ def render_cron(timed: Timed) -> str:
 def render_units(timed: Timed, marker: str) -> dict[str, str]:
     """Return the units that start something by a timer: name of the file -> its text."""
     title = f"[Unit]\nDescription=Batch job: {' '.join(timed.words[-2:])}"
-    starts = "OnBootSec=2min\nOnUnitInactiveSec=5min"
-    # exit codes are decisions and never restarted; the limit counts the timer's own starts too
-    limit, restart = "StartLimitIntervalSec={}\nStartLimitBurst=5", "on-abnormal\nRestartSec=30"
+    starts, restart, limit = "OnBootSec=2min\nOnUnitInactiveSec=5min", "no", ""
     if timed.every:
         starts = f"OnCalendar={timed.when(0)}\nPersistent=true\nRandomizedDelaySec=60"
-        limit = limit.format("1h" if timed.every in EVERY else "5min")
-    else:
-        limit, restart = "", "no"
+        # exit codes are decisions and never restarted; the limit counts the timer's own starts too
+        restart, limit_s = "on-abnormal\nRestartSec=30", "1h" if timed.every in EVERY else "5min"
+        limit = f"StartLimitIntervalSec={limit_s}\nStartLimitBurst=5"
     first, *words = map(unit_word, timed.words)
     started = f"""{marker}
 {title}
@@ -15795,16 +15793,14 @@ OOMPolicy=continue
 
 def sandbox_of(timed: Timed) -> str:
     """Return the lines that keep a service from all but what a job needs."""
-    lines = [f"{name}=yes" for name in SANDBOX.split()] + ["SystemCallArchitectures=native"]
-    if not timed.user:
-        return "\n".join([*lines, "UMask=0077"])
-    names = SANDBOX_OF_ROOT.split()
-    if not any(path.is_relative_to(tmp) for path in timed.writes for tmp in VOLATILE_FOLDERS):
-        names.append("PrivateTmp")
-    capabilities = CAPABILITIES_OF_ROOT * (timed.user == "root")
-    lines += [f"{name}=yes" for name in names] + [SANDBOX_MORE, "UMask=0077"]
-    lines += [f"CapabilityBoundingSet={capabilities}"]
-    return "\n".join([*lines, f"ReadWritePaths={' '.join(map(unit_word, timed.writes))}"])
+    names, lines = SANDBOX.split(), ["SystemCallArchitectures=native", "UMask=0077"]
+    if timed.user:
+        names += SANDBOX_OF_ROOT.split()
+        if not any(path.is_relative_to(tmp) for path in timed.writes for tmp in VOLATILE_FOLDERS):
+            names.append("PrivateTmp")
+        lines += [SANDBOX_MORE, f"ReadWritePaths={' '.join(map(unit_word, timed.writes))}"]
+        lines += [f"CapabilityBoundingSet={CAPABILITIES_OF_ROOT * (timed.user == 'root')}"]
+    return "\n".join([*(f"{name}=yes" for name in names), *lines])
 
 
 # -- tables and the like ---------------------------------------------------------------------------
@@ -15889,14 +15885,11 @@ def render_table(rows: Sequence[Sequence[str]]) -> str:
         [cut(" ".join(cell.split()), width) for cell, width in zip(row, most, strict=True)]
         for row in rows
     ]
-    widths = [width_of(column) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell + " " * (width - sum(widths_of(cell)))
-            for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in lines
-    )
+    columns = []
+    for column in zip(*lines, strict=True):
+        width = width_of(column)
+        columns.append([cell + " " * (width - width_of([cell])) for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 # -- sheets: what a report shows, once for HTML, Markdown and text ---------------------------------
@@ -16391,17 +16384,14 @@ def html_cell(name: str, cell: str | Bar) -> str:
 def html_plot(plot: Plot, sheet: Sheet) -> str:
     """Return a plot as HTML: boxes in SVG that is stretched, labels that are not."""
     title, words = as_html(plot.title), as_html(plot.words)
-    legend = "".join(
-        f'<span class="legend {k}">{as_html(label)}</span>' for k, label, _ in plot.layers if label
-    )
+    legends = [(kind, as_html(label)) for kind, label, _ in plot.layers if label]
+    legend = "".join(f'<span class="legend {kind}">{label}</span>' for kind, label in legends)
     shaded = [(begin, end, 0.0, 1.0) for begin, end in sheet.gaps]
     lines = [(0.0, sheet.until_s, at, at) for at, _ in plot.ticks]
     layers = [("gap", "", shaded), ("grid", "", lines), *plot.layers]
     shapes = "".join(svg_path(kind, boxes, sheet.until_s) for kind, _, boxes in layers if boxes)
-    labels = [f'<span class="y" style="bottom:{at:.1%}">{text}</span>' for at, text in plot.ticks]
-    labels += [
-        f'<span class="x" style="left:{at:.1%}">{text}</span>' for at, text in times_of(sheet)
-    ]
+    labels = [f'<span class="y" style="bottom:{y:.1%}">{text}</span>' for y, text in plot.ticks]
+    labels += [f'<span class="x" style="left:{x:.1%}">{text}</span>' for x, text in times_of(sheet)]
     return (
         f"<figure><figcaption><strong>{title}</strong>{legend}</figcaption>"
         '<div class="plot"><svg viewBox="0 0 1000 100" preserveAspectRatio="none" role="img">'
@@ -16829,7 +16819,7 @@ def resume_command(app: App, *, run: str | None, everything: bool, **asked: Any)
     """Go on with an unfinished run; without RUN, the only one."""
     app.host.systemd.ready()
     if everything:
-        if run or given(asked):
+        if run or any(asked.values()):
             what = "--all goes on with all that is due, each as it was started."
             raise ConfigurationError(what, todo="Write: batchrun resume --all, or resume RUN")
         return tick(app)
@@ -16840,12 +16830,6 @@ def resume_command(app: App, *, run: str | None, everything: bool, **asked: Any)
     app.console.tells = not app.console.quiet
     launch = launch_of(found.job, only_resume=True, by_person=True, **asked)
     return app.supervise(launch).exit_code
-
-
-def given(options: Mapping[str, Any]) -> list[str]:
-    """Return which options were typed, as they are typed."""
-    typed = [name for name, value in options.items() if value is not None and value is not False]
-    return [f"--{name.replace('_', '-')}" for name in typed]
 
 
 def launch_of(job: str, **asked: Any) -> Launch:
@@ -17118,7 +17102,7 @@ def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
 )
 def report_command(app: App, *, run: str | None, number: int | None, **how: Any) -> Result:
     """Tell what happened in a run, attempt by attempt; or in a drain, run by run."""
-    is_drain = run == "drain" and not given(how)
+    is_drain = run == "drain" and not any(how.values())
     if not is_drain and (number is not None or run == "drain"):
         what = "A report is of one RUN or JOB, or of `drain` and its number without options."
         raise ConfigurationError(what, todo=f"Write: batchrun report {run}")
@@ -17277,16 +17261,13 @@ def maintenance_status_command(app: App) -> Result:
     return Result("\n".join([*lines, *render_turned_away(document)]), document, found=is_overdue)
 
 
-DRAIN_EXITS = [code for code in DRAIN_ENDS if code is not None]
-
-
 @command(
     "Deploy",
     word("--deadline", type=duration, default="10m", metavar="10m", help="How long to wait."),
     word("--finish", is_flag=True, help="Let runs end by themselves; ask none to stop."),
     word("--then", type=one_of("leave", "interrupt"), default="leave", help="At the deadline."),
     word("--reason", default="", metavar="TEXT", help="Why, if the door is still open."),
-    exits=DRAIN_EXITS,
+    exits=filter(None, DRAIN_ENDS),
 )
 def drain_command(app: App, *, deadline: float, finish: bool, then: str, reason: str) -> ExitCode:
     """Close the door, let what runs stop at its next safe point, and prove it."""
@@ -17373,10 +17354,11 @@ def parse_versions(config: Config, words: tuple[str, ...]) -> dict[str, int]:
 
 
 WAIT = word("--wait", is_flag=True, help="Return when it has stopped, an hour at most.")
-STOP_EXITS = (ExitCode.NOT_FOUND, ExitCode.BUSY, ExitCode.INTERRUPTED)
 
 
-@command("Deploy", word("run"), WAIT, exits=STOP_EXITS)
+@command(
+    "Deploy", word("run"), WAIT, exits=[ExitCode.NOT_FOUND, ExitCode.BUSY, ExitCode.INTERRUPTED]
+)
 def pause_command(app: App, *, run: str, wait: bool) -> Result:
     """Pause a run at its next safe point, until `resume RUN`."""
     return stopped(app, run, Request.PAUSE, wait=wait)
@@ -17925,24 +17907,21 @@ def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) 
     """Return what `unit` is to start by a timer, a job or the tick; refuse what is not clear."""
     config, every, on_failure = app.config, asked["every"], asked["on_failure"] or ""
     words = [*own_command(), "--config", str(config.path)]
+    never = f"--every {every!r} is not when something can be started."
+    odd = f"The path {words[0]} or {config.path} cannot stand in a unit or crontab."
     wrong = {
         "Name a job or --tick, not both.": bool(job) == asked["tick"],
         "--tick comes every five minutes; it takes no --every.": asked["tick"] and every,
         "--every and --on-failure take one line of text.": not f"{every}{on_failure}".isprintable(),
-        f"--every {every!r} is not when something can be started.": (
-            every and not is_when(app.host, every, cron=asked["cron"])
-        ),
+        never: every and not is_when(app.host, every, cron=asked["cron"]),
         "--cron only prints a line.": asked["cron"] and (asked["install"] or on_failure),
         "--force is for --install.": asked["force"] and not asked["install"],
-        f"The path {words[0]} or {config.path} cannot stand in a unit or crontab.": (
-            not "".join(words).isprintable() or {*"\"'\\"} & {*words[0]}
-        ),
+        odd: not "".join(words).isprintable() or {*"\"'\\"} & {*words[0]},
     }
     for what in (what for what, is_wrong in wrong.items() if is_wrong):
-        todo = "See: batchrun unit --help"
-        if "is not when" in what:
-            fields = '"30 4 * * 1-5"' if asked["cron"] else '"Mon..Fri 4:15"'
-            todo = f"Write {', '.join(EVERY)}, or for example {fields}."
+        fields = '"30 4 * * 1-5"' if asked["cron"] else '"Mon..Fri 4:15"'
+        times = f"Write {', '.join(EVERY)}, or for example {fields}."
+        todo = times if what == never else "See: batchrun unit --help"
         raise ConfigurationError(what, unchanged="Nothing was written.", todo=todo)
     jobs = [config.job(job)] if job else list(config.jobs.values())
     path = config.state if config.state.exists() else config.path
