@@ -16442,7 +16442,13 @@ def times_of(sheet: Sheet) -> Iterator[tuple[float, str]]:
 # made of, and `build_command_line` makes click's objects of it. A command returns its Result, which
 # is written once it has closed what it opened, or an exit code if it has written for itself.
 
-GROUPS = ("Every day", "Deploy", "Answer and mend", "Set up")
+GROUPS = {  # of commands, as --help shows them: the first words of each
+    "Every day": "run resume status report logs",
+    "Deploy": "maintenance drain rehearse pause cancel",
+    "Answer and mend": "approve reconcile check repair rejects rollback",
+    "Set up": "init jobs metrics doctor backup prune unit",
+}
+FIRST_WORDS = " ".join(GROUPS.values()).split()
 PLAIN_LINE_EVERY_S = 60.0
 ERROR, WARNING, NEWS = 3, 4, 6  # priorities of the journal's lines, those of syslog
 
@@ -16461,7 +16467,6 @@ Ended = Result | ExitCode  # how a command ended, which may have written its res
 class CommandParts(NamedTuple):
     """What a command is made of."""
 
-    group: str
     name: str
     function: Callable[..., Ended]
     parameters: Sequence[tuple[Sequence[str], dict[str, Any]]]
@@ -16523,8 +16528,8 @@ RUNNING = (
 RUN_EXITS = list(ExitCode)
 
 
-def command(group: str, *parameters: Any, exits: Iterable[ExitCode] = ()) -> Callable[..., Any]:
-    """Declare a command: its group in --help, its parameters, its exit codes beyond 0, 2 and 5.
+def command(*parameters: Any, exits: Iterable[Any] = ()) -> Callable[..., Any]:
+    """Declare a command: its parameters, its exit codes beyond 0, 2 and 5.
 
     Its words are those of the function's name: `maintenance_on_command` is `maintenance on`.
     """
@@ -16532,15 +16537,10 @@ def command(group: str, *parameters: Any, exits: Iterable[ExitCode] = ()) -> Cal
 
     def declare(function: Callable[..., Ended]) -> Callable[..., Ended]:
         name = function.__name__.removesuffix("_command").replace("_", " ")
-        COMMANDS.append(CommandParts(group, name, function, parameters, sorted({*always, *exits})))
+        COMMANDS.append(CommandParts(name, function, parameters, sorted({*always, *exits})))
         return function
 
     return declare
-
-
-def first_words() -> dict[str, None]:
-    """Return the first word of each command."""
-    return dict.fromkeys(parts.name.split()[0] for parts in COMMANDS)
 
 
 # -- where words go ------------------------------------------------------------------------------
@@ -16642,7 +16642,7 @@ class Console:
     def show_end(self, text: str) -> None:
         """Tell who started us how it ended: it is read elsewhere."""
         config = Path(self.config or "batchrun.toml").absolute()
-        text = typed_elsewhere(text, config, "|".join(first_words()))
+        text = typed_elsewhere(text, config, "|".join(FIRST_WORDS))
         self._host.show_end(visible(mask_secrets(text)))
 
     def _tell(self, text: str, priority: int) -> None:
@@ -16658,7 +16658,7 @@ class Console:
         if not self.config:
             return text
         here = f"batchrun --config {_typed(self.config)} "
-        return re.sub(rf"\bbatchrun (?=(?:{'|'.join(first_words())})\b)", lambda _: here, text)
+        return re.sub(rf"\bbatchrun (?=(?:{'|'.join(FIRST_WORDS)})\b)", lambda _: here, text)
 
     def _draw(self, line: str) -> None:
         """Put a live line in place of the one that is there; an empty one takes it away."""
@@ -16795,7 +16795,6 @@ class App:
 
 
 @command(
-    "Every day",
     word("job"),
     word("--fresh", is_flag=True, help="Begin at record 1; an unfinished run is cancelled first."),
     word("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting, for this run."),
@@ -16809,7 +16808,6 @@ def run_command(app: App, *, job: str, **asked: Any) -> ExitCode:
 
 
 @command(
-    "Every day",
     word("run", required=False),
     word("--all", "everything", is_flag=True, help="The tick: go on with all that is due."),
     *RUNNING,
@@ -16902,7 +16900,6 @@ def tick(app: App) -> ExitCode:
 
 
 @command(
-    "Every day",
     word("name", required=False, metavar="[RUN|JOB]"),
     word("--watch", is_flag=True, help="Draw it anew each second, on a terminal, until q."),
     exits=(ExitCode.FINDINGS, ExitCode.NOT_FOUND),
@@ -17087,7 +17084,6 @@ def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
 
 
 @command(
-    "Every day",
     word("run", required=False, metavar="[RUN|drain]"),
     word("number", required=False, type=at_least(1), metavar="[ID]"),
     word("--since", metavar="30d", help="Compare the runs begun since then: of RUN's job, or all."),
@@ -17156,7 +17152,6 @@ LEVEL_HELP = "No lower ones: INFO, WARNING, ERROR."
 
 
 @command(
-    "Every day",
     word("run"),
     word("-f", "--follow", is_flag=True, help="Go on until the run stops, or Ctrl-C."),
     word("--level", type=one_of(*LEVELS), default="DEBUG", metavar="LEVEL", help=LEVEL_HELP),
@@ -17206,7 +17201,6 @@ def result_of_drain(app: App, ledger: Ledger, drain: Drain | None) -> Result:
 
 
 @command(
-    "Deploy",
     word("--reason", default="", metavar="TEXT", help="Why, for all who meet it."),
     word("--until", metavar="+30m|TIME", help="When it is to end; after that it is loud."),
     word("--job", "jobs", multiple=True, metavar="NAME", help="Close this job, not everything."),
@@ -17230,7 +17224,6 @@ def maintenance_on_command(
 
 
 @command(
-    "Deploy",
     word("--force", is_flag=True, help="Also if unfinished runs could not go on; recorded."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
@@ -17248,7 +17241,7 @@ def maintenance_off_command(app: App, *, force: bool) -> Result:
     return Result(render_barrier(document), document)
 
 
-@command("Deploy", exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND])
+@command(exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND])
 def maintenance_status_command(app: App) -> Result:
     """Tell whether the door is closed, since when, by whom, and whom it turned away."""
     with app.ledger(write=False) as ledger:
@@ -17262,7 +17255,6 @@ def maintenance_status_command(app: App) -> Result:
 
 
 @command(
-    "Deploy",
     word("--deadline", type=duration, default="10m", metavar="10m", help="How long to wait."),
     word("--finish", is_flag=True, help="Let runs end by themselves; ask none to stop."),
     word("--then", type=one_of("leave", "interrupt"), default="leave", help="At the deadline."),
@@ -17325,7 +17317,6 @@ def moment_of(option: str, text: str, now: str, sign: str = "") -> str:
 
 
 @command(
-    "Deploy",
     word("--as-version", multiple=True, metavar="[JOB=]N", help="Ask about version N instead."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
@@ -17356,16 +17347,13 @@ def parse_versions(config: Config, words: tuple[str, ...]) -> dict[str, int]:
 WAIT = word("--wait", is_flag=True, help="Return when it has stopped, an hour at most.")
 
 
-@command(
-    "Deploy", word("run"), WAIT, exits=[ExitCode.NOT_FOUND, ExitCode.BUSY, ExitCode.INTERRUPTED]
-)
+@command(word("run"), WAIT, exits=[ExitCode.NOT_FOUND, ExitCode.BUSY, ExitCode.INTERRUPTED])
 def pause_command(app: App, *, run: str, wait: bool) -> Result:
     """Pause a run at its next safe point, until `resume RUN`."""
     return stopped(app, run, Request.PAUSE, wait=wait)
 
 
 @command(
-    "Deploy",
     word("run"),
     WAIT,
     word("--kill", is_flag=True, help="End its processes: TERM, after 10 s or stop_grace KILL."),
@@ -17444,7 +17432,6 @@ def stop_text(run: Run, request: Request, stands: Standing, *, is_done: bool) ->
 
 
 @command(
-    "Answer and mend",
     word("run"),
     word("name"),
     word("--why", required=True, metavar="TEXT", help="The reason, kept with the answer."),
@@ -17463,7 +17450,6 @@ def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) 
 
 
 @command(
-    "Answer and mend",
     word("run", required=False),
     word("--lookup", is_flag=True, help="Ask the destinations by the jobs' own lookups."),
     word("--confirm", multiple=True, metavar="KEY", help="It was done."),
@@ -17528,7 +17514,7 @@ def answered_text(ledger: Ledger, run: Run, host: Host) -> str:
     return f"{of} is {stands.state}; {'see' if run.finished else 'to type'}: {stands.todo}"
 
 
-@command("Answer and mend", exits=[ExitCode.FINDINGS, ExitCode.PERSON_NEEDED])
+@command(exits=[ExitCode.FINDINGS, ExitCode.PERSON_NEEDED])
 def check_command(app: App) -> Result:
     """Compare ledger, checkpoints, marks and images; changes nothing."""
     with app.ledger(write=False) as ledger:
@@ -17543,7 +17529,6 @@ def check_command(app: App) -> Result:
 
 
 @command(
-    "Answer and mend",
     word("run", required=False),
     word("--apply", is_flag=True, help="Do it; without, only show what would be done."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND, ExitCode.BUSY],
@@ -17575,7 +17560,7 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> Result:
 IDS = word("ids", nargs=-1, type=at_least(1))
 
 
-@command("Answer and mend", word("run", required=False), IDS, exits=[ExitCode.NOT_FOUND])
+@command(word("run", required=False), IDS, exits=[ExitCode.NOT_FOUND])
 def rejects_list_command(app: App, *, run: str | None, ids: tuple[int, ...]) -> Result:
     """List rejected records; without RUN, the runs of which some wait for a person."""
     if run is not None:
@@ -17588,7 +17573,7 @@ def rejects_list_command(app: App, *, run: str | None, ids: tuple[int, ...]) -> 
     return Result(render_table(rows) if found else "no open rejects", {"runs": documents})
 
 
-@command("Answer and mend", word("run"), IDS, exits=[ExitCode.NOT_FOUND])
+@command(word("run"), IDS, exits=[ExitCode.NOT_FOUND])
 def rejects_show_command(app: App, *, run: str, ids: tuple[int, ...]) -> Result:
     """Show all that is kept of rejected records."""
     return result_of_rejects(app, run, ids, lambda each: "\n".join(map(render_reject, each)))
@@ -17616,7 +17601,7 @@ def rejects_of(
     return run, [row for row in rows if not ids or row.id in ids]
 
 
-@command("Answer and mend", word("run"), IDS, *RUNNING[2:], exits=RUN_EXITS)
+@command(word("run"), IDS, *RUNNING[2:], exits=RUN_EXITS)
 def rejects_retry_command(app: App, *, run: str, ids: tuple[int, ...], **asked: Any) -> ExitCode:
     """Run open rejects again through their job, as a run of their own."""
     with app.ledger(write=True) as ledger:
@@ -17633,7 +17618,6 @@ def rejects_retry_command(app: App, *, run: str, ids: tuple[int, ...], **asked: 
 
 
 @command(
-    "Answer and mend",
     word("run"),
     IDS,
     word("--why", required=True, metavar="TEXT", help="Why they may go, for the record."),
@@ -17649,7 +17633,6 @@ def rejects_drop_command(app: App, *, run: str, ids: tuple[int, ...], why: str) 
 
 
 @command(
-    "Answer and mend",
     word("run"),
     word("--to-batch", type=at_least(0), metavar="N", help="Undo only what came after batch N."),
     word("--dry-run", is_flag=True, help="Only show what would be done."),
@@ -17700,7 +17683,7 @@ def result_of_rollback(document: dict[str, Any]) -> Result:
 # -- set up --------------------------------------------------------------------------------------
 
 
-@command("Set up", word("folder", type=file, default="."))
+@command(word("folder", type=file, default="."))
 def init_command(_: App, *, folder: str) -> Result:
     """Make a configuration and a starter job that runs."""
     root = Path(folder)
@@ -17761,7 +17744,7 @@ def inventory_sync(ctx: Context[Settings]):
 '''
 
 
-@command("Set up")
+@command()
 def jobs_command(app: App) -> ExitCode:
     """Load the configured jobs and list them: what they do, their settings, their last run."""
     app.require_trusted()
@@ -17796,15 +17779,7 @@ def write_metrics(folder: Path, text: str) -> None:
         path.chmod(0o644)
 
 
-@command(
-    "Set up",
-    word(
-        "--write",
-        type=file,
-        metavar="FOLDER",
-        help="Write FOLDER/batchrun.prom instead, readable by all.",
-    ),
-)
+@command(word("--write", type=file, metavar="FOLDER", help="Write FOLDER/batchrun.prom instead."))
 def metrics_command(app: App, *, write: str | None) -> Ended:
     """Show how all jobs stand as metrics for Prometheus."""
     with app.ledger(write=False) as ledger:
@@ -17816,7 +17791,6 @@ def metrics_command(app: App, *, write: str | None) -> Ended:
 
 
 @command(
-    "Set up",
     word("job", required=False),
     word("--alerts", is_flag=True, help="Send a test by every way of [alerts], and by pings."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
@@ -17834,7 +17808,6 @@ def doctor_command(app: App, *, job: str | None, alerts: bool) -> Result:
 
 
 @command(
-    "Set up",
     word("file", type=file),
     word("--force", is_flag=True, help="Also in the place of a file that is there."),
     exits=[ExitCode.PERSON_NEEDED],
@@ -17850,7 +17823,6 @@ def backup_command(app: App, *, file: str, force: bool) -> Result:
 
 
 @command(
-    "Set up",
     word("--keep", type=duration, metavar="90d", help="Instead of what the configuration says."),
     word("--dry-run", is_flag=True, help="Only show what would go."),
 )
@@ -17871,11 +17843,8 @@ def prune_command(app: App, *, keep: float | None, dry_run: bool) -> Result:
 
 
 @command(
-    "Set up",
     word("job", required=False),
-    word(
-        "--every", metavar="WHEN", help="hourly, daily (default), weekly, monthly, or OnCalendar."
-    ),
+    word("--every", metavar="WHEN", help="hourly, daily (default), weekly, monthly, OnCalendar."),
     word("--tick", is_flag=True, help="What goes on with all that is due, every five minutes."),
     word("--cron", is_flag=True, help="The line of a crontab instead; WHEN may be cron's fields."),
     word("--on-failure", metavar="UNIT", help="What systemd starts when it fails."),
@@ -17974,8 +17943,8 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
 
     class Grouped(click.Group):
         def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
-            for group in GROUPS:
-                named = [parts for parts in COMMANDS if parts.group == group]
+            for group, words in GROUPS.items():
+                named = [parts for parts in COMMANDS if parts.name.split()[0] in words.split()]
                 rows = [(parts.name, str(parts.function.__doc__).split("\n")[0]) for parts in named]
                 with formatter.section(group):
                     formatter.write_dl(rows)
@@ -18103,8 +18072,9 @@ def refused_by_system(error: OSError, arguments: list[str]) -> BatchrunError:
 def main() -> NoReturn:
     """Run the command line and leave by os._exit: a held lock is never given back on the way."""
     occupy_standard_descriptors()
-    code, names = int(ExitCode.FAILED), first_words()
-    if next((word for word in sys.argv[1:] if word in names), "") in ("run", "resume", "drain"):
+    code = int(ExitCode.FAILED)
+    named = next((word for word in sys.argv[1:] if word in FIRST_WORDS), "")
+    if named in ("run", "resume", "drain"):
         block_stops()  # a stop that comes this early is counted too
     reach("main.begun")
     try:
