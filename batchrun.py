@@ -14899,23 +14899,20 @@ def summarise_answered(row: Answered, *, applied: bool) -> dict[str, Any]:
     }
 
 
-ANSWER_WORDS = {DONE: "done", CONFIRMED: "was done", FREED: "was not done", None: "unknown"}
-
-
 def render_answered(documents: list[dict[str, Any]]) -> str:
     """Return operations of unknown outcome as a table, and what follows."""
+    words = {DONE: "done", CONFIRMED: "was done", FREED: "was not done", None: "unknown"}
     rows = [["key", "job", "run", "claimed at", "answer", "why"]]
     for each in documents:
-        answer = ANSWER_WORDS[each["outcome"]] + " (recorded)" * each["applied"]
+        answer = words[each["outcome"]] + " (recorded)" * each["applied"]
         claimed_at = moment_text(each["claimed_at"])
         rows.append([each["key"], each["job"], each["run"], claimed_at, answer, each["why"]])
     return render_table(rows)
 
 
-def summarise_rollback(
-    rollback: Rollback, batches: list[BatchRow], operations: list[Operation]
-) -> dict[str, Any]:
+def summarise_rollback(ledger: Ledger, rollback: Rollback) -> dict[str, Any]:
     """Return what a rollback undoes as one JSON document, batches by number, newest first."""
+    batches, operations = ledger.batches_of(rollback), ledger.operations_of(rollback)
     done = [row for row in operations if row.number <= rollback.of.number]
     fixed = [row.key for row in done if row.irreversible]
     uncommitted = [row.key for row in operations if row.number > rollback.of.number]
@@ -15048,41 +15045,46 @@ def render_findings(findings: list[Finding]) -> str:
     return "\n".join(f"{f.what}\n  {f.why}\n  to type: {f.todo}" for f in findings)
 
 
+CLOSED = """Maintenance stays on: nothing was changed, and nothing starts. Type one of:
+  batchrun maintenance off           once it is mended (converter, old file, setting)
+  batchrun maintenance off --force   to open it all the same, which is recorded"""
+
+
 def render_closed(findings: list[Finding]) -> str:
     """Return why maintenance stays on, and the two ways out; no start is one behind the barrier."""
     said = (line for found in findings for line in (found.what, found.why) if line)
-    return "\n".join(
-        [
-            *said,
-            "Maintenance stays on: nothing was changed, and nothing starts. Type one of:",
-            "  batchrun maintenance off           once it is mended (converter, old file, setting)",
-            "  batchrun maintenance off --force   to open it all the same, which is recorded",
-        ]
-    )
+    return "\n".join([*said, CLOSED])
 
 
-def summarise_barrier(
-    barrier: Barrier | None, away: list[tuple[str, str, int]], waiting: list[Run]
-) -> dict[str, Any]:
+def summarise_barrier(ledger: Ledger, barrier: Barrier | None) -> dict[str, Any]:
     """Return a maintenance as one JSON document: its row, the starts it met, what is deferred."""
-    names = ("done", "job", "starts")
+    unfinished = ledger.all_unfinished()
     return {
         "barrier": barrier and barrier._asdict(),
-        "turned_away": [dict(zip(names, row, strict=True)) for row in away],
-        "deferred": [{"job": r.job, "run": r.id, **(r.deferred or {})} for r in waiting],
+        "turned_away": summarise_turned_away(ledger, barrier) if barrier else [],
+        "deferred": [{"job": r.job, "run": r.id, **r.deferred} for r in unfinished if r.deferred],
     }
+
+
+def summarise_turned_away(ledger: Ledger, barrier: Barrier) -> list[dict[str, Any]]:
+    """Return the starts that a barrier met: what became of them, of which job, how many."""
+    names = ("done", "job", "starts")
+    return [dict(zip(names, row, strict=True)) for row in ledger.turned_away(barrier)]
 
 
 def render_barrier(document: dict[str, Any]) -> str:
     """Return how a maintenance went, now that it is over."""
-    barrier = document["barrier"]
-    if barrier is None:
-        return "\n".join(["maintenance was not on", *render_turned_away(document)])
-    lasted = age_text(barrier["at"], barrier["closed_at"])
-    reason = f" ({barrier['reason']})" if barrier["reason"] else ""
-    by = f"by {barrier['who']}{reason}, {barrier['closed_why']}"
-    first = f"maintenance is off; it was on for {lasted}, since {barrier['at']} {by}"
+    first = "maintenance was not on"
+    if barrier := document["barrier"]:
+        lasted = age_text(barrier["at"], barrier["closed_at"])
+        by = f"by {barrier['who']}{in_brackets(barrier['reason'])}, {barrier['closed_why']}"
+        first = f"maintenance is off; it was on for {lasted}, since {barrier['at']} {by}"
     return "\n".join([first, *render_turned_away(document)])
+
+
+def in_brackets(reason: str | None) -> str:
+    """Return a reason as what is said in brackets, or nothing."""
+    return f" ({reason})" if reason else ""
 
 
 def render_turned_away(document: dict[str, Any]) -> list[str]:
@@ -15098,10 +15100,9 @@ def render_turned_away(document: dict[str, Any]) -> list[str]:
 def render_lockfile(found: Lockfile, now: str) -> list[str]:
     """Return the lines that say that maintenance is on, loud if it should be over."""
     since = f" since {found.since}, for {age_text(found.since, now)}," if found.since else ""
-    reason = f" ({found.reason})" if found.reason else ""
     until = f", until {found.until}" if found.until else ""
     only = f", only {', '.join(found.scopes)}" if found.scopes else ""
-    line = f"maintenance is on{since} by {found.by}{reason}{until}{only}"
+    line = f"maintenance is on{since} by {found.by}{in_brackets(found.reason)}{until}{only}"
     if not found.overdue:
         return [line]
     return [f"MAINTENANCE IS OVERDUE. {found.overdue}", line, "to type: batchrun maintenance off"]
@@ -15121,9 +15122,7 @@ DRAIN_ENDS = {  # exit code of a drain -> what it says
 }
 
 
-def summarise_drain(
-    drain: Drain, account: Account, away: list[tuple[str, str, int]]
-) -> dict[str, Any]:
+def summarise_drain(drain: Drain, account: Account, away: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a drain as one JSON document: the runs that there were, their classes, the proof."""
     sums, runs = dict.fromkeys(DRAINED_AS, 0), [run._asdict() for run in account.runs]
     for run in account.runs:
@@ -15142,7 +15141,7 @@ def summarise_drain(
         "operations_of_others": account.left,
         "adds_up": adds_up,
         "ended": drain_text(found, account.barrier, is_up=account.is_up),
-        "turned_away": [dict(zip(("done", "job", "starts"), row, strict=True)) for row in away],
+        "turned_away": away,
         "admitted_behind": account.behind,
         "until_event": account.until,
     }
@@ -15162,42 +15161,31 @@ def render_drain(summary: dict[str, Any]) -> str:
     barrier, sums, rows = summary["barrier"], summary["sums"], summary["turned_away"]
     unknown = ", ".join(summary["unknown_scopes"])
     wrong = f"  scopes      {unknown}: no job or tag has that name, so nothing of it was closed"
-    reason = f" ({barrier['reason']})" if barrier["reason"] else ""
     only = f", only {', '.join(barrier['scopes'])}" if barrier["scopes"] else ""
     classes = " + ".join(f"{count} {name}" for name, count in sums.items())
-    by = f"{barrier['who']}{reason}{only}"
+    by = f"{barrier['who']}{in_brackets(barrier['reason'])}{only}"
     end = "the drain's end" if summary["ended_at"] else "now"
     between = f"event {barrier['opened']} and {end}"
+    door = "is over, so this is of then; to begin anew: batchrun drain"
+    if summary["is_up"]:
+        door = "is still on; when the deploy is done: batchrun maintenance off"
     behind = [f"{job}: run {run}, event {at}" for job, run, _, at in summary["admitted_behind"]]
-    starts = (f"{row['starts']} of {row['job']} {row['done']}" for row in rows)
-    return "\n".join(
-        [
-            summary["ended"],
-            f"  barrier     {barrier['id']}, since {barrier['at']} by {by}",
-            *([wrong] * bool(unknown)),
-            f"  unfinished  {several(summary['total'], 'run')} = {classes}",
-            *(
-                render_drained(run, ended=summary["exit_code"] is not None)
-                for run in summary["runs"]
-            ),
-            f"  operations  {summary['operations']} of unknown outcome",
-            *(
-                "  unknown     {operations} of run {run} of {job}; to find out:"
-                " batchrun reconcile {run}".format(**row)
-                for row in summary["operations_of_others"]
-            ),
-            f"  starts      {', '.join(starts) or 'none was turned away'}",
-            f"  admitted    {', '.join(behind) or 'nothing'} between {between}",
-            render_door(is_up=summary["is_up"]),
-        ]
-    )
-
-
-def render_door(*, is_up: bool) -> str:
-    """Return how the door stands when a drain is told of, and what to type then."""
-    if is_up:
-        return "  maintenance is still on; when the deploy is done: batchrun maintenance off"
-    return "  maintenance is over, so this is of then; to begin anew: batchrun drain"
+    starts = [f"{row['starts']} of {row['job']} {row['done']}" for row in rows]
+    has_ended = summary["exit_code"] is not None
+    left = "  unknown     {operations} of run {run} of {job}; to find out: batchrun reconcile {run}"
+    lines = [
+        summary["ended"],
+        f"  barrier     {barrier['id']}, since {barrier['at']} by {by}",
+        *([wrong] * bool(unknown)),
+        f"  unfinished  {several(summary['total'], 'run')} = {classes}",
+        *(render_drained(run, ended=has_ended) for run in summary["runs"]),
+        f"  operations  {summary['operations']} of unknown outcome",
+        *(left.format(**row) for row in summary["operations_of_others"]),
+        f"  starts      {', '.join(starts) or 'none was turned away'}",
+        f"  admitted    {', '.join(behind) or 'nothing'} between {between}",
+        f"  maintenance {door}",
+    ]
+    return "\n".join(lines)
 
 
 def render_drained(run: dict[str, Any], *, ended: bool) -> str:
@@ -15220,8 +15208,8 @@ STATUS: dict[str, Callable[[dict[str, Any], str], str]] = {
     "for": lambda job, now: age_text(job["since"], now),
     "batches": lambda job, _: number_text(job["batches"]),
     "records": lambda job, _: number_text(job["read"]),
-    "of": lambda job, _: number_text(job["expected"] or None),
-    "done": lambda job, _: share_text(job["read"], job["expected"]) if job["expected"] else "-",
+    "of": lambda job, _: number_text(total_of(job)),
+    "done": lambda job, _: share_text(job["read"], total_of(job)),
     "rate": lambda job, _: f"{job['records_per_s']:,.0f}/s" if job["records_per_s"] else "-",
     "left": lambda job, _: duration_text(job["left_s"]) if job["left_s"] is not None else "-",
     "success": lambda job, now: age_text(job["last_success"], now, " ago"),
@@ -15241,27 +15229,32 @@ def render_status(jobs: list[dict[str, Any]], now: str, columns: int = 0) -> str
     """
     ordered = sorted(jobs, key=itemgetter("needs_someone"), reverse=True)
     rows = ([cell(job, now) for cell in STATUS.values()] for job in ordered)
-    table = fit_table([list(STATUS), *rows], columns)
-    deferred = [
-        f"deferred: {job['job']}, for {age_text(job['deferred_since'], now)}"
-        for job in jobs
-        if job["deferred_since"]
-    ]
-    which = " for {}" * (len(jobs) > 1)
-    asking = [job for job in ordered if job["run"] or len(jobs) == 1]
-    todos = [
-        f"to type{which.format(job['job'])}: {job['next']}"
-        for job in asking
-        if not job["next"].startswith(NOTHING_TO_DO)
-    ]
-    stuck = [line for job in jobs for line in render_stuck(job)]
-    loud = [f"{k}: {j['job']}, {j[k]}" for j in jobs for k in ("stalled", "late") if j[k]]
-    return "\n".join([table, *deferred, *loud, *todos, *stuck])
+    lines = [fit_table([list(STATUS), *rows], columns)]
+    deferred = [(job["job"], job["deferred_since"]) for job in jobs if job["deferred_since"]]
+    lines += [f"deferred: {job}, for {age_text(since, now)}" for job, since in deferred]
+    lines += [f"{k}: {j['job']}, {j[k]}" for j in jobs for k in ("stalled", "late") if j[k]]
+    for job in ordered:
+        which = f" for {job['job']}" if len(jobs) > 1 else ""
+        if (job["run"] or not which) and not job["next"].startswith(NOTHING_TO_DO):
+            lines.append(f"to type{which}: {job['next']}")
+    return "\n".join([*lines, *chain.from_iterable(map(render_stuck, jobs))])
 
 
-def share_text(read: int, expected: int) -> str:
-    """Return how much of what is expected was read; of a source that grew, all of it."""
-    return f"{min(1.0, read / expected):.0%}"
+def total_of(run: Mapping[str, Any]) -> int | None:
+    """Return how many records a run has to read, if that is known.
+
+    What it expects may be an estimate: of a source that was read whole it is what was read, and
+    never less than that.
+    """
+    total: int | None = run["expected"] or None
+    if total:
+        total = run["read"] if run["state"] == RunState.SUCCEEDED else max(run["read"], total)
+    return total
+
+
+def share_text(read: int, total: int | None) -> str:
+    """Return how much of all was read, or `-`."""
+    return f"{read / total:.0%}" if total else "-"
 
 
 def fit_table(rows: list[list[str]], columns: int) -> str:
@@ -15351,11 +15344,8 @@ def about_run(job: dict[str, Any], now: str) -> Iterator[tuple[str, str]]:
     yield "attempts", f"{len(about['attempts']):,}"
     for row in map(row_of_attempt, about["attempts"][-ATTEMPTS_SHOWN:]):
         yield "attempt", "{}  {}  {}: {}, commits {}, peak {}".format(*row[:6])
-    if about["reading"]:
-        yield (
-            "reading",
-            f"{reading_text(about['reading'])}, {age_text(about['reading']['at'], now)} ago",
-        )
+    if seen := about["reading"]:
+        yield "reading", f"{reading_text(seen)}, {age_text(seen['at'], now)} ago"
     if check := about["health_check"]:
         yield "health", f"{check['verdict']}, {age_text(check['at'], now)} ago"
         yield from ((name, check[name]) for name in FACTORS)
@@ -15395,22 +15385,18 @@ def render_live(job: dict[str, Any], now: str, columns: int, bars: str) -> list[
     """Return the live view of one job: how far, how fast, how well, and what happened last."""
     width = max(8, columns - 32)
     lines = [f"{job['job']}: {state_text(job)} for {age_text(job['since'], now)}", ""]
-    if job["expected"]:
-        so_far = (job["read"], job["expected"])
+    if total := total_of(job):
         left = " ".join(speed_text(job)[1:])
-        lines.append(f"{bar_text(*so_far, width)} {share_text(*so_far):>4}  {left}")
+        share = share_text(job["read"], total)
+        lines.append(f"{bar_text(job['read'], total, width)} {share:>4}  {left}")
     lines += [f"{name:<13} {line}" for name, line in about_job(job, now) if name not in NOT_LIVE]
     for name, gauge in (("memory", "rss_bytes"), ("connections", "connections")):
-        if any(values := [value or 0 for value in job["live"][gauge][-width:]]):
-            most = size_text(max(values)) if gauge == "rss_bytes" else f"{max(values)}"
-            lines.append(f"{name:<13} {sparkline(values, bars)}  at most {most}")
+        values = [value or 0 for value in job["live"][gauge][-width:]]
+        if most := max(values, default=0):
+            drawn = "".join(bars[round(value / most * (len(bars) - 1))] for value in values)
+            text = size_text(most) if gauge == "rss_bytes" else f"{most}"
+            lines.append(f"{name:<13} {drawn}  at most {text}")
     return [*lines, f"to type: {job['next']}"]
-
-
-def sparkline(values: Sequence[float], bars: str) -> str:
-    """Return values as a line of bars, from 0 to the largest of them."""
-    most = max(values)
-    return "".join(bars[round(value / most * (len(bars) - 1))] for value in values)
 
 
 def frame(head: list[str], tail: list[str], columns: int, rows: int) -> list[str]:
@@ -15465,11 +15451,9 @@ def summarise_configured(job_config: JobConfig, folder: Path) -> dict[str, Any]:
     kinds = _declared(found.settings, job_config.name) if found.settings else {}
     settings = []
     for each in _declared_fields(found.settings):
-        default = [mask_secrets(repr(value)) for value in _defaults_of(each)]
+        default = next((mask_secrets(repr(value)) for value in _defaults_of(each)), None)
         kind = _type_name(kinds.get(each.name, ""))
-        settings.append(
-            {"name": each.name, "type": kind, "default": default[0] if default else None}
-        )
+        settings.append({"name": each.name, "type": kind, "default": default})
     title = found.words.split("\n")[0]
     return {"version": found.version, "title": title, "words": found.words, "settings": settings}
 
@@ -15478,12 +15462,11 @@ def render_jobs(jobs: list[dict[str, Any]], now: str) -> str:
     """Return the configured jobs as text: each with what it does, and its settings below it."""
     lines = []
     for job in jobs:
-        last = job["last_run"]
-        ran = (
-            f"run {last['run']} {last['state']} {age_text(last['since'], now)} ago" if last else ""
-        )
+        ran = "never run"
+        if last := job["last_run"]:
+            ran = f"run {last['run']} {last['state']} {age_text(last['since'], now)} ago"
         version = f"version {job['version']}" if "version" in job else "CANNOT BE USED"
-        lines.append(f"{job['job']}  {version}, {ran or 'never run'}")
+        lines.append(f"{job['job']}  {version}, {ran}")
         lines.append(f"  {job.get('title') or job.get('error') or '-'}")
         for each in job.get("settings", ()):
             default = f" = {each['default']}" if each["default"] is not None else ", must be set"
@@ -15523,15 +15506,15 @@ class LogFile:
     """A run's log, read as it grows, also where it is moved, removed, made anew or cut short."""
 
     def __init__(self, path: Path, begins: str) -> None:
-        self._path, self._file, self._rest = path, cast("IO[bytes] | None", None), b""
+        self._path, self._rest = path, b""
+        self._file: IO[bytes] = io.BytesIO()  # empty, until there is a log
         self.refused = ""  # why it cannot be read although it is there
         self._last = LogLine(begins, "INFO", "")
 
     def new_lines(self, *, to_end: bool) -> Iterator[LogLine]:
         """Yield what was written since the last time; `to_end`: a line that is not ended too."""
-        if self._file is not None:
-            yield from self._lines(to_end=to_end or not self._is_there(self._file))
-        if self._file is None or not self._is_there(self._file):
+        yield from self._lines(to_end=to_end or not self._is_there())
+        if not self._is_there():
             self.close()
             try:
                 self._file = os.fdopen(os.open(self._path, READ_PLAIN), "rb")
@@ -15542,18 +15525,17 @@ class LogFile:
 
     def close(self) -> None:
         """Close the file; the next look opens it anew, from its beginning."""
-        if self._file is not None:
-            self._file.close()
-        self._file, self._rest = None, b""
+        self._file.close()
+        self._file, self._rest = io.BytesIO(), b""
 
-    def _is_there(self, file: IO[bytes]) -> bool:
+    def _is_there(self) -> bool:
         with contextlib.suppress(OSError):
-            found, mine = self._path.lstat(), os.fstat(file.fileno())
-            return os.path.samestat(found, mine) and found.st_size >= file.tell()
+            found, mine = self._path.lstat(), os.fstat(self._file.fileno())
+            return os.path.samestat(found, mine) and found.st_size >= self._file.tell()
         return False
 
     def _lines(self, *, to_end: bool) -> Iterator[LogLine]:
-        for piece in cast("IO[bytes]", self._file):
+        for piece in self._file:
             self._rest += piece
             if piece.endswith(b"\n"):
                 yield self._taken()
@@ -15570,7 +15552,7 @@ class LogFile:
 
 def state_text(summary: dict[str, Any]) -> str:
     """Return a run's state with its reason."""
-    return f"{summary['state']} ({summary['reason']})" if summary["reason"] else summary["state"]
+    return f"{summary['state']}{in_brackets(summary['reason'])}"
 
 
 def moment_text(at: str | None) -> str:
@@ -15582,7 +15564,8 @@ def of_all_text(summary: dict[str, Any]) -> str:
     """Return how many records were read, and of how many, if that is known."""
     if summary["read"] is None:
         return "-"
-    return f"{summary['read']:,}" + (f" of {summary['expected']:,}" if summary["expected"] else "")
+    total = total_of(summary)
+    return f"{summary['read']:,} of {total:,}" if total else f"{summary['read']:,}"
 
 
 def counts_text(summary: dict[str, Any]) -> str:
@@ -15601,27 +15584,28 @@ def time_text(summary: dict[str, Any]) -> str:
 
 def progress_line(run: Run, rate: float, columns: int) -> str:
     """Return one line that fits a terminal: bar, records, rate a second, the time that is left."""
-    words = progress_text(run, rate)
+    words, total = progress_text(run, rate), total_of(run._asdict())
     width = min(BAR_WIDTH, columns - len(f"{run.job} [] {words}"))
-    if width < 8 or not run.expected:
+    if width < 8 or not total:
         return f"{run.job} {words}"[:columns]
-    return f"{run.job} {bar_text(run.read, run.expected, width)} {words}"
+    return f"{run.job} {bar_text(run.read, total, width)} {words}"
 
 
-def bar_text(read: int, expected: int, width: int) -> str:
+def bar_text(read: int, total: int, width: int) -> str:
     """Return a bar of so many letters, and its ends: how far it is."""
-    return f"[{'#' * (width * min(read, expected) // expected):-<{width}}]"
+    return f"[{'#' * (width * read // total):-<{width}}]"
 
 
 def progress_text(run: Run, rate: float) -> str:
     """Return how far a run is in words, of the same width from beginning to end."""
     speed = f"{rate:>9,.0f}/s" if rate else " " * 11
-    if not run.expected:
+    total = total_of(run._asdict())
+    if not total:
         return f"{run.read:>12,} records {speed}"
-    left_s = max(0, run.expected - run.read) / rate if rate else 0
+    left_s = (total - run.read) / rate if rate else 0
     left = f"{duration_text(left_s):>6} left" if left_s else " " * 11
-    read = f"{run.read:>{len(f'{run.expected:,}')},} of {run.expected:,}"
-    return f"{share_text(run.read, run.expected):>4}  {read} {speed} {left}"
+    read = f"{run.read:>{len(f'{total:,}')},} of {total:,}"
+    return f"{share_text(run.read, total):>4}  {read} {speed} {left}"
 
 
 # -- units of systemd, lines of cron ---------------------------------------------------------------
@@ -15698,14 +15682,12 @@ def render_cron(timed: Timed) -> str:
 def render_units(timed: Timed, marker: str) -> dict[str, str]:
     """Return the units that start something by a timer: name of the file -> its text."""
     title = f"[Unit]\nDescription=Batch job: {' '.join(timed.words[-2:])}"
-    starts = "OnBootSec=2min\nOnUnitInactiveSec=5min"
-    # exit codes are decisions and never restarted; the limit counts the timer's own starts too
-    limit, restart = "StartLimitIntervalSec={}\nStartLimitBurst=5", "on-abnormal\nRestartSec=30"
+    starts, restart, limit = "OnBootSec=2min\nOnUnitInactiveSec=5min", "no", ""
     if timed.every:
         starts = f"OnCalendar={timed.when(0)}\nPersistent=true\nRandomizedDelaySec=60"
-        limit = limit.format("1h" if timed.every in EVERY else "5min")
-    else:
-        limit, restart = "", "no"
+        # exit codes are decisions and never restarted; the limit counts the timer's own starts too
+        restart, limit_s = "on-abnormal\nRestartSec=30", "1h" if timed.every in EVERY else "5min"
+        limit = f"StartLimitIntervalSec={limit_s}\nStartLimitBurst=5"
     first, *words = map(unit_word, timed.words)
     started = f"""{marker}
 {title}
@@ -15735,16 +15717,14 @@ OOMPolicy=continue
 
 def sandbox_of(timed: Timed) -> str:
     """Return the lines that keep a service from all but what a job needs."""
-    lines = [f"{name}=yes" for name in SANDBOX.split()] + ["SystemCallArchitectures=native"]
-    if not timed.user:
-        return "\n".join([*lines, "UMask=0077"])
-    names = SANDBOX_OF_ROOT.split()
-    if not any(path.is_relative_to(tmp) for path in timed.writes for tmp in VOLATILE_FOLDERS):
-        names.append("PrivateTmp")
-    capabilities = CAPABILITIES_OF_ROOT * (timed.user == "root")
-    lines += [f"{name}=yes" for name in names] + [SANDBOX_MORE, "UMask=0077"]
-    lines += [f"CapabilityBoundingSet={capabilities}"]
-    return "\n".join([*lines, f"ReadWritePaths={' '.join(map(unit_word, timed.writes))}"])
+    names, lines = SANDBOX.split(), ["SystemCallArchitectures=native", "UMask=0077"]
+    if timed.user:
+        names += SANDBOX_OF_ROOT.split()
+        if not any(path.is_relative_to(tmp) for path in timed.writes for tmp in VOLATILE_FOLDERS):
+            names.append("PrivateTmp")
+        lines += [SANDBOX_MORE, f"ReadWritePaths={' '.join(map(unit_word, timed.writes))}"]
+        lines += [f"CapabilityBoundingSet={CAPABILITIES_OF_ROOT * (timed.user == 'root')}"]
+    return "\n".join([*(f"{name}=yes" for name in names), *lines])
 
 
 # -- tables and the like ---------------------------------------------------------------------------
@@ -15784,7 +15764,7 @@ def render_metrics(
     }
     lines = []
     for name, (means, labels, value) in single.items():
-        lines += render_metric(name, means, [(labels, value or 0)] * (value is not None))
+        lines += render_metric(name, means, [(labels, value)])
     for name, (means, key) in METRICS.items():
         lines += render_metric(name, means, [({LABEL: job["job"]}, job[key]) for job in jobs])
     pairs = [(job, state) for job in jobs for state in RunState]
@@ -15829,14 +15809,11 @@ def render_table(rows: Sequence[Sequence[str]]) -> str:
         [cut(" ".join(cell.split()), width) for cell, width in zip(row, most, strict=True)]
         for row in rows
     ]
-    widths = [width_of(column) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell + " " * (width - sum(widths_of(cell)))
-            for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in lines
-    )
+    columns = []
+    for column in zip(*lines, strict=True):
+        width = width_of(column)
+        columns.append([cell + " " * (width - width_of([cell])) for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 # -- sheets: what a report shows, once for HTML, Markdown and text ---------------------------------
@@ -15921,9 +15898,8 @@ def part_of_end(summary: dict[str, Any]) -> Part:
         ("batches", f"{summary['batches']:,}"),
         ("95 of 100 batches within", seconds_text(summary["batch_p95_s"])),
     ]
-    ended = (
-        f"ended {moment_text(summary['ended_at'])}" if summary["ended_at"] else "is not finished"
-    )
+    end = summary["ended_at"]
+    ended = f"ended {moment_text(end)}" if end else "is not finished"
     lines = [
         f"It began {moment_text(summary['created_at'])} and {ended}.",
         *kin_of(summary),
@@ -15990,7 +15966,7 @@ def row_of_attempt(attempt: dict[str, Any]) -> list[str]:
     """Return an attempt as a row of a table."""
     began_at, ended_at, peak = attempt["began_at"], attempt["ended_at"], attempt["peak_rss_bytes"]
     ending = attempt["ending"] or "going on, or left by its owner"
-    ending += f" ({attempt['reason']})" * bool(attempt["reason"])
+    ending += in_brackets(attempt["reason"])
     return [
         *(str(attempt["generation"]), moment_text(began_at)),
         seconds_text(seconds_between(began_at, ended_at) if ended_at else None),
@@ -16044,14 +16020,12 @@ def plots_of(summary: dict[str, Any], sheet: Sheet) -> Iterator[Plot]:
         rates = [(begin, end, span["records"] / (end - begin)) for begin, end, span in worked]
         yield step_plot("Records per second", "records/s", rates, number_text)
         end_s, ticks = up_to(max(span["longest_s"] for *_, span in worked), seconds_text)
-        low, mean, high = (
-            [(begin, end, span[name] / end_s) for begin, end, span in worked]
-            for name in ("shortest_s", "mean_s", "longest_s")
+        ranges, means = (
+            [(begin, end, span[low] / end_s, span[high] / end_s) for begin, end, span in worked]
+            for low, high in (("shortest_s", "longest_s"), ("mean_s", "mean_s"))
         )
-        ranges = [(*bottom, top) for bottom, (*_, top) in zip(low, high, strict=True)]
         words = f"95 of 100 within {seconds_text(p95_s)}"
         limit = (0.0, sheet.until_s, p95_s / end_s, p95_s / end_s)
-        means = [(*box, box[2]) for box in mean]
         layers = [("range", "shortest to longest", ranges), ("mean", "mean", means)]
         yield Plot("Batch durations", words, [*layers, ("limit", words, [limit])], ticks)
     for name, title, label, text in (
@@ -16090,10 +16064,7 @@ def up_to(top: float, text: Callable[[float], str]) -> tuple[float, list[tuple[f
 
 
 def step_plot(
-    title: str,
-    label: str,
-    steps: list[tuple[float, float, float]],
-    text: Callable[[float], str],
+    title: str, label: str, steps: list[tuple[float, float, float]], text: Callable[[float], str]
 ) -> Plot:
     """Return a plot of one amount over time: from, to, amount."""
     amounts = [amount for *_, amount in steps]
@@ -16115,9 +16086,8 @@ def band_plot(summary: dict[str, Any], sheet: Sheet) -> Plot:
             bad_s += (end - begin) * is_bad
             top = bottom + height * (0.8 if is_bad else 0.4)  # told apart in black and white too
             found[span[factor]].append((begin, end, bottom + 0.1 * height, top))
-        words.append(
-            f"{factor} bad for {seconds_text(bad_s)}" if spans else f"{factor} not checked"
-        )
+        said = f"bad for {seconds_text(bad_s)}" if spans else "not checked"
+        words.append(f"{factor} {said}")
     for a in summary["attempts"]:
         moments = a["began_at"], a["ended_at"] or summary["until_at"]
         begin, end = (seconds_between(sheet.began_at, moment) for moment in moments)
@@ -16338,17 +16308,14 @@ def html_cell(name: str, cell: str | Bar) -> str:
 def html_plot(plot: Plot, sheet: Sheet) -> str:
     """Return a plot as HTML: boxes in SVG that is stretched, labels that are not."""
     title, words = as_html(plot.title), as_html(plot.words)
-    legend = "".join(
-        f'<span class="legend {k}">{as_html(label)}</span>' for k, label, _ in plot.layers if label
-    )
+    legends = [(kind, as_html(label)) for kind, label, _ in plot.layers if label]
+    legend = "".join(f'<span class="legend {kind}">{label}</span>' for kind, label in legends)
     shaded = [(begin, end, 0.0, 1.0) for begin, end in sheet.gaps]
     lines = [(0.0, sheet.until_s, at, at) for at, _ in plot.ticks]
     layers = [("gap", "", shaded), ("grid", "", lines), *plot.layers]
     shapes = "".join(svg_path(kind, boxes, sheet.until_s) for kind, _, boxes in layers if boxes)
-    labels = [f'<span class="y" style="bottom:{at:.1%}">{text}</span>' for at, text in plot.ticks]
-    labels += [
-        f'<span class="x" style="left:{at:.1%}">{text}</span>' for at, text in times_of(sheet)
-    ]
+    labels = [f'<span class="y" style="bottom:{y:.1%}">{text}</span>' for y, text in plot.ticks]
+    labels += [f'<span class="x" style="left:{x:.1%}">{text}</span>' for x, text in times_of(sheet)]
     return (
         f"<figure><figcaption><strong>{title}</strong>{legend}</figcaption>"
         '<div class="plot"><svg viewBox="0 0 1000 100" preserveAspectRatio="none" role="img">'
@@ -16396,19 +16363,36 @@ def times_of(sheet: Sheet) -> Iterator[tuple[float, str]]:
 # unless its reader went away. What is shown has no control characters but those that draw.
 #
 # click takes 40 ms to load and a worker parses nothing: `command` only keeps what a command is
-# made of, and `build_command_line` makes click's objects of it.
+# made of, and `build_command_line` makes click's objects of it. A command returns its Result, which
+# is written once it has closed what it opened, or an exit code if it has written for itself.
 
-GROUPS = ("Every day", "Deploy", "Answer and mend", "Set up")
+GROUPS = {  # of commands, as --help shows them: the first words of each
+    "Every day": "run resume status report logs",
+    "Deploy": "maintenance drain rehearse pause cancel",
+    "Answer and mend": "approve reconcile check repair rejects rollback",
+    "Set up": "init jobs metrics doctor backup prune unit",
+}
+FIRST_WORDS = " ".join(GROUPS.values()).split()
 PLAIN_LINE_EVERY_S = 60.0
 ERROR, WARNING, NEWS = 3, 4, 6  # priorities of the journal's lines, those of syslog
+
+
+class Result(NamedTuple):
+    """What a command found out: written as text, or with --json as one document."""
+
+    text: str
+    document: dict[str, Any]
+    found: bool = False  # something that a person should look at: exit code 3
+
+
+Ended = Result | ExitCode  # how a command ended, which may have written its result by itself
 
 
 class CommandParts(NamedTuple):
     """What a command is made of."""
 
-    group: str
     name: str
-    function: Callable[..., ExitCode]
+    function: Callable[..., Ended]
     parameters: Sequence[tuple[Sequence[str], dict[str, Any]]]
     exits: list[ExitCode]
 
@@ -16417,8 +16401,38 @@ COMMANDS: list[CommandParts] = []
 
 
 def word(*names: str, **more: Any) -> tuple[Sequence[str], dict[str, Any]]:
-    """Declare an argument ("run") or an option ("--all") of a command, for click."""
+    """Declare an argument ("run") or an option ("--all") of a command, for click.
+
+    A `type` is a function that makes click's type, which is called where click is loaded.
+    """
     return names, more
+
+
+def one_of(*words: str) -> Callable[[Any], Any]:
+    """Declare that it is one of these words."""
+    return lambda click: click.Choice(words, case_sensitive=False)
+
+
+def at_least(least: int) -> Callable[[Any], Any]:
+    """Declare that it is a whole number, and no smaller one."""
+    return lambda click: click.IntRange(least)
+
+
+def file(click: Any) -> Any:
+    """Declare that it is a file or a folder, which a shell completes."""
+    return click.Path()
+
+
+def duration(click: Any) -> Any:
+    """Declare that it is a duration; the command is given its seconds."""
+
+    def seconds(text: str) -> float:
+        try:
+            return parse_duration(text)
+        except ValueError as error:
+            raise click.BadParameter(f"{error}.") from error
+
+    return seconds
 
 
 GLOBAL = (
@@ -16427,28 +16441,27 @@ GLOBAL = (
     word("-q", "--quiet", is_flag=True, help="Write nothing but results and errors."),
     word("-v", "--verbose", is_flag=True, help="Write plain lines about what happens."),
 )
+BLOCKED = one_of("refuse", "defer")
 RUNNING = (
     word("--accept-source", is_flag=True, help="Go on although the source changed."),
     word("--accept-settings", is_flag=True, help="Go on although settings changed."),
-    word("--batches", type=int, metavar="N", help="Stop after N batches (exit 75)."),
-    word(
-        "--when-blocked", metavar="refuse|defer", help="By maintenance. Default: as the job says."
-    ),
+    word("--batches", type=at_least(1), metavar="N", help="Stop after N batches (exit 75)."),
+    word("--when-blocked", type=BLOCKED, help="By maintenance. Default: as the job says."),
     word("--in-process", is_flag=True, help="Run the job in this interpreter, to debug it."),
 )
 RUN_EXITS = list(ExitCode)
 
 
-def command(group: str, *parameters: Any, exits: Iterable[ExitCode] = ()) -> Callable[..., Any]:
-    """Declare a command: its group in --help, its parameters, its exit codes beyond 0, 2 and 5.
+def command(*parameters: Any, exits: Iterable[Any] = ()) -> Callable[..., Any]:
+    """Declare a command: its parameters, its exit codes beyond 0, 2 and 5.
 
     Its words are those of the function's name: `maintenance_on_command` is `maintenance on`.
     """
     always = (ExitCode.DONE, ExitCode.USAGE, ExitCode.STATE_DIRECTORY)
 
-    def declare(function: Callable[..., ExitCode]) -> Callable[..., ExitCode]:
+    def declare(function: Callable[..., Ended]) -> Callable[..., Ended]:
         name = function.__name__.removesuffix("_command").replace("_", " ")
-        COMMANDS.append(CommandParts(group, name, function, parameters, sorted({*always, *exits})))
+        COMMANDS.append(CommandParts(name, function, parameters, sorted({*always, *exits})))
         return function
 
     return declare
@@ -16504,20 +16517,17 @@ class Console:
 
     def say(self, text: str) -> None:
         """Show one line about what happens."""
-        text = mask_secrets(text)
         if self.as_json:
-            write_line(1, json.dumps({"type": "said", "text": text}))
+            write_line(1, json.dumps({"type": "said", "text": mask_secrets(text)}))
         elif self.tells or self.live or self.plain:
-            self._draw("")
-            self._tell(self.typed(text), WARNING if text.startswith("warning: ") else NEWS)
+            self._tell(text, WARNING if text.startswith("warning: ") else NEWS)
 
     def warn(self, text: str) -> None:
         """Show one line whoever reads; it is no letter, and nothing has ended by it."""
         if self.as_json:
             self.say(text)
         else:
-            self._draw("")
-            self._tell(visible(mask_secrets(text)), WARNING)
+            self._tell(text, WARNING)
 
     def progress(self, run: Run) -> None:
         """Draw the live line anew, or write a line now and then: each tenth, and each minute."""
@@ -16546,22 +16556,24 @@ class Console:
 
     def letter(self, text: str, code: int) -> None:
         """Write an error; with --json the last line of stderr is an object."""
-        self._draw("")
         self.show_end(text)
-        text = visible(mask_secrets(self.typed(text)))
         if self.as_json:
-            text = json.dumps({"type": "error", "exit_code": int(code), "text": text})
-        self._tell(text, NEWS if code in FINE else ERROR)
+            text = visible(mask_secrets(self.typed(text)))
+            write_line(2, json.dumps({"type": "error", "exit_code": int(code), "text": text}))
+        else:
+            self._tell(text, NEWS if code in FINE else ERROR)
 
     def show_end(self, text: str) -> None:
         """Tell who started us how it ended: it is read elsewhere."""
         config = Path(self.config or "batchrun.toml").absolute()
-        text = typed_elsewhere(text, config, "|".join(parts.name for parts in COMMANDS))
+        text = typed_elsewhere(text, config, "|".join(FIRST_WORDS))
         self._host.show_end(visible(mask_secrets(text)))
 
     def _tell(self, text: str, priority: int) -> None:
         """Write lines to standard error; the journal is told how much each matters."""
-        if self._host.is_journal() and not self.as_json:
+        self._draw("")
+        text = visible(mask_secrets(self.typed(text)))
+        if self._host.is_journal():
             text = re.sub("^", f"<{priority}>", text, flags=re.MULTILINE)
         write_line(2, text)
 
@@ -16569,9 +16581,8 @@ class Console:
         """Return text whose lines to type can be typed anywhere: with --config, if it was given."""
         if not self.config:
             return text
-        names = "|".join(parts.name for parts in COMMANDS)
         here = f"batchrun --config {_typed(self.config)} "
-        return re.sub(rf"\bbatchrun (?=(?:{names})\b)", lambda _: here, text)
+        return re.sub(rf"\bbatchrun (?=(?:{'|'.join(FIRST_WORDS)})\b)", lambda _: here, text)
 
     def _draw(self, line: str) -> None:
         """Put a live line in place of the one that is there; an empty one takes it away."""
@@ -16688,21 +16699,19 @@ class App:
             self.console.letter(outcome.letter, outcome.exit_code)
         if outcome.run is None:
             return outcome
-        run = summarise(outcome.run, [], [], [])
+        run = outcome.run._asdict()
         self.console.tells = False
+        took = duration_text(self.host.monotonic() - began)
+        text = f"{run['job']}: run {run['id']} {state_text(run)} after {took}: {counts_text(run)}"
         if not outcome.letter:
-            took = duration_text(self.host.monotonic() - began)
-            text = (
-                f"{run['job']}: run {run['id']} {state_text(run)} after {took}: {counts_text(run)}"
-            )
-            todo = f"\nto go on: batchrun resume {run['id']}" * (not outcome.run.finished)
             self.console.show_end(text)
-            if not self.console.as_json:
-                self.console.say(text + todo)
         if self.console.as_json:
             document = {"type": "result", "exit_code": int(outcome.exit_code), "run": run["id"]}
             names = ("job", "state", "reason", "read", "rejected", "counts")
             write_line(1, json.dumps({**document, **{name: run[name] for name in names}}))
+        elif not outcome.letter:
+            todo = f"\nto go on: batchrun resume {run['id']}" * (not outcome.run.finished)
+            self.console.say(text + todo)
         return outcome
 
 
@@ -16710,7 +16719,6 @@ class App:
 
 
 @command(
-    "Every day",
     word("job"),
     word("--fresh", is_flag=True, help="Begin at record 1; an unfinished run is cancelled first."),
     word("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting, for this run."),
@@ -16724,54 +16732,35 @@ def run_command(app: App, *, job: str, **asked: Any) -> ExitCode:
 
 
 @command(
-    "Every day",
     word("run", required=False),
     word("--all", "everything", is_flag=True, help="The tick: go on with all that is due."),
     *RUNNING,
     exits=RUN_EXITS,
 )
-def resume_command(app: App, *, run: str | None, everything: bool, **asked: Any) -> ExitCode:
+def resume_command(app: App, *, run: str | None, everything: bool, **asked: Any) -> Ended:
     """Go on with an unfinished run; without RUN, the only one."""
     app.host.systemd.ready()
     if everything:
-        if run or given(asked):
+        if run or any(asked.values()):
             what = "--all goes on with all that is due, each as it was started."
             raise ConfigurationError(what, todo="Write: batchrun resume --all, or resume RUN")
         return tick(app)
     with app.ledger(write=True) as ledger:
         found = app.find_run(ledger, run) if run else only_unfinished(ledger)
     if found.finished:
-        app.console.result(*already(found))
-        return ExitCode.DONE
+        return already(found)
     app.console.tells = not app.console.quiet
     launch = launch_of(found.job, only_resume=True, by_person=True, **asked)
     return app.supervise(launch).exit_code
 
 
-def given(options: Mapping[str, Any]) -> list[str]:
-    """Return which options were typed, as they are typed."""
-    typed = [name for name, value in options.items() if value is not None and value is not False]
-    return [f"--{name.replace('_', '-')}" for name in typed]
-
-
-def launch_of(
-    job: str,
-    *,
-    settings: tuple[str, ...] = (),
-    accept_source: bool,
-    accept_settings: bool,
-    **asked: Any,
-) -> Launch:
-    """Return what the options of `run` and `resume` ask for."""
-    if asked["batches"] is not None and asked["batches"] < 1:
-        raise ConfigurationError("--batches is less than 1.", todo="Write: --batches 3")
-    if asked["when_blocked"] not in (None, "refuse", "defer"):
-        what = f"--when-blocked {asked['when_blocked']!r} is neither refuse nor defer."
-        raise ConfigurationError(what, unchanged="Nothing was started.")
-    asked["when_blocked"] = asked["when_blocked"] or ""
-    accepted = ("source",) * accept_source + ("settings",) * accept_settings
-    overrides = parse_overrides(settings)
-    return Launch(job, overrides=overrides, acceptances=accepted, **asked)
+def launch_of(job: str, **asked: Any) -> Launch:
+    """Return what the options of a command that runs a job ask for."""
+    names = ("source", "settings")
+    accepted = tuple(name for name in names if asked.pop(f"accept_{name}", False))
+    overrides = parse_overrides(asked.pop("settings", ()))
+    when = asked.pop("when_blocked") or ""
+    return Launch(job, overrides=overrides, acceptances=accepted, when_blocked=when, **asked)
 
 
 def parse_overrides(pairs: tuple[str, ...]) -> dict[str, str]:
@@ -16792,11 +16781,11 @@ def parse_overrides(pairs: tuple[str, ...]) -> dict[str, str]:
     return overrides
 
 
-def already(run: Run) -> tuple[str, dict[str, Any]]:
-    """Return that a run is finished, as text and as a document."""
-    text = f"run {run.id} of {run.job} has {run.state} already"
+def already(run: Run) -> Result:
+    """Return that a run is finished."""
+    has = "was" if run.state == RunState.CANCELLED else "has"
     document = {"type": "result", "exit_code": 0, "run": run.id, "state": run.state}
-    return text.replace("has cancelled", "was cancelled"), document
+    return Result(f"run {run.id} of {run.job} {has} {run.state} already", document)
 
 
 FINE = (ExitCode.DONE, ExitCode.DONE_WITH_REJECTS, ExitCode.STOPPED)
@@ -16820,30 +16809,26 @@ def tick(app: App) -> ExitCode:
         return ExitCode.DONE
     codes = [ExitCode.DONE]
     for run in due:
-        signalled = False
         try:
-            launch = Launch(run.job, only_resume=True, when_blocked="refuse")
-            code, *_, signalled = app.supervise(launch)
+            outcome = app.supervise(Launch(run.job, only_resume=True, when_blocked="refuse"))
         except BatchrunError as error:
-            code = error.exit_code
-            if code in (ExitCode.BUSY, ExitCode.MAINTENANCE):
+            if error.exit_code in (ExitCode.BUSY, ExitCode.MAINTENANCE):
                 app.console.say(str(error))
-                code = ExitCode.DONE
-            else:
-                app.console.letter(str(error), code)
-        codes.append(code)
-        if signalled:
+                continue
+            app.console.letter(str(error), error.exit_code)
+            outcome = Outcome(error.exit_code)
+        codes.append(outcome.exit_code)
+        if outcome.signalled:
             break  # it was the tick that was to stop; the next one goes on
     return worst_of(codes)
 
 
 @command(
-    "Every day",
     word("name", required=False, metavar="[RUN|JOB]"),
     word("--watch", is_flag=True, help="Draw it anew each second, on a terminal, until q."),
     exits=(ExitCode.FINDINGS, ExitCode.NOT_FOUND),
 )
-def status_command(app: App, *, name: str | None, watch: bool) -> ExitCode:
+def status_command(app: App, *, name: str | None, watch: bool) -> Ended:
     """Show how jobs stand, why, and what to type next."""
     if watch:
         return watch_status(app, name)
@@ -16853,10 +16838,9 @@ def status_command(app: App, *, name: str | None, watch: bool) -> ExitCode:
     text = render_one_status(jobs[0], now) if name else render_status(jobs, now, columns)
     for job in jobs:
         job["next"] = app.console.typed(job["next"])
-    app.console.result("\n".join([*said, text]), document)
     needs_someone = any(job["needs_someone"] for job in jobs)
     is_overdue = maintenance is not None and maintenance["overdue"]
-    return ExitCode.FINDINGS if needs_someone or is_overdue else ExitCode.DONE
+    return Result("\n".join([*said, text]), document, found=bool(needs_someone or is_overdue))
 
 
 DRAW_EVERY_S, LOOK_EVERY_S = 1.0, 0.2
@@ -17024,29 +17008,30 @@ def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
 
 
 @command(
-    "Every day",
     word("run", required=False, metavar="[RUN|drain]"),
-    word("number", required=False, metavar="[ID]"),
+    word("number", required=False, type=at_least(1), metavar="[ID]"),
     word("--since", metavar="30d", help="Compare the runs begun since then: of RUN's job, or all."),
-    word("--html", metavar="FILE", help="Write one page for a browser; your umask says who reads."),
+    word(
+        "--html",
+        type=file,
+        metavar="FILE",
+        help="Write one page for a browser; your umask says who reads.",
+    ),
     word("--markdown", is_flag=True, help="Write it as Markdown."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
-def report_command(app: App, *, run: str | None, number: str | None, **how: Any) -> ExitCode:
+def report_command(app: App, *, run: str | None, number: int | None, **how: Any) -> Result:
     """Tell what happened in a run, attempt by attempt; or in a drain, run by run."""
-    is_number = number is None or number.isdecimal()
-    if run == "drain" and is_number and not given(how):
-        return report_drain(app, int(number) if number else None)
-    if number is not None or run == "drain":
-        what = (
-            "A drain has no such report." if run == "drain" else "A number is for `report drain`."
-        )
-        what = what if is_number else "One RUN or JOB is reported, not two."
+    is_drain = run == "drain" and not any(how.values())
+    if not is_drain and (number is not None or run == "drain"):
+        what = "A report is of one RUN or JOB, or of `drain` and its number without options."
         raise ConfigurationError(what, todo=f"Write: batchrun report {run}")
     if not (run or how["since"]) or (how["markdown"] and (how["html"] or app.console.as_json)):
         what = "A report is of a run, or --since a moment; in one of its forms."
         raise ConfigurationError(what, todo="Write: batchrun report RUN --html FILE")
     with app.ledger(write=False) as ledger:
+        if is_drain:
+            return result_of_drain(app, ledger, ledger.drain(number))
         found = app.find_run(ledger, run) if run else None
         if how["since"]:
             since = moment_of("--since", how["since"], app.host.now())
@@ -17055,25 +17040,25 @@ def report_command(app: App, *, run: str | None, number: str | None, **how: Any)
                 one = app.find_run(ledger, row["run"])
                 row["state"] = standing(ledger, one, app.host).state
             document = summarise_runs(rows, since, found and found.job)
-            return show_report(app, document, sheet_of_runs(document), how)
+            return result_of_report(app, document, sheet_of_runs(document), how)
         document = summary_of(app, ledger, cast("Run", found))
-    return show_report(app, document, sheet_of_run(document), how)
+    return result_of_report(app, document, sheet_of_run(document), how)
 
 
 def summary_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
     """Return all that is known of a run, with its course, why it is as it is, and what to type."""
     rows = ledger.attempts(run), ledger.rejects(run), ledger.events(run)
-    undoes = summary_of_rollback(ledger, ledger.rollback_by(run)) if run.rollback_of else None
+    undoes = summarise_rollback(ledger, ledger.rollback_by(run)) if run.rollback_of else None
     of_rollbacks = undoes, ledger.rollbacks(run)
     stands = standing(ledger, run, app.host)
     summary = summarise(run, *rows, ledger.cleanups(run), *of_rollbacks) | ledger.course(run)
     return summary | {"state": stands.state, "why": stands.why, "next": stands.todo}
 
 
-def show_report(
+def result_of_report(
     app: App, document: dict[str, Any], sheet: Sheet, how: Mapping[str, Any]
-) -> ExitCode:
-    """Write a report in the form that was asked for."""
+) -> Result:
+    """Return a report in the form that was asked for, or write it to its file."""
     if how["html"]:
         path = place_of_report(how["html"])
         parts = [part._replace(todo=app.console.typed(part.todo)) for part in sheet.parts]
@@ -17083,29 +17068,26 @@ def show_report(
         text, document = f"written: {path}", {"html": str(path), "bytes": len(content)}
     else:
         text = render_markdown(sheet) if how["markdown"] else render_sheet(sheet)
-    app.console.result(text, document)
-    return ExitCode.DONE
+    return Result(text, document)
 
 
 FOLLOW_EVERY_S = 0.25
+LEVEL_HELP = "No lower ones: INFO, WARNING, ERROR."
 
 
 @command(
-    "Every day",
     word("run"),
     word("-f", "--follow", is_flag=True, help="Go on until the run stops, or Ctrl-C."),
-    word("--level", default="DEBUG", metavar="LEVEL", help="No lower ones: INFO, WARNING, ERROR."),
+    word("--level", type=one_of(*LEVELS), default="DEBUG", metavar="LEVEL", help=LEVEL_HELP),
     word("--since", metavar="2h|TIME", help="Nothing older."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
 def logs_command(app: App, *, run: str, follow: bool, level: str, since: str | None) -> ExitCode:
     """Show what a run's job logged and printed, and what batchrun did, in order."""
-    if (least := LEVELS.get(level.upper())) is None:
-        raise ConfigurationError(f"--level {level!r} is none of {', '.join(LEVELS)}.")
     after = moment_of("--since", since, app.host.now()) if since else ""
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         for line in log_lines(app, run, follow=follow):
-            if line.at >= after and LEVELS.get(line.level, LEVELS["INFO"]) >= least:
+            if line.at >= after and LEVELS.get(line.level, LEVELS["INFO"]) >= LEVELS[level]:
                 app.console.write(str(line), {"type": "log", **line._asdict()})
     return ExitCode.DONE
 
@@ -17130,28 +17112,19 @@ def log_lines(app: App, name: str, *, follow: bool) -> Iterator[LogLine]:
         raise Incomplete(log.refused)
 
 
-def report_drain(app: App, number: int | None) -> ExitCode:
-    """Tell what became of the runs that a barrier found, by default the newest one's drain."""
-    with app.ledger(write=False) as ledger:
-        drain = ledger.drain(number)
-        if drain is None:
-            raise NotFound("There is no such drain.", todo="To begin one: batchrun drain")
-        return show_drain(app, ledger, drain)
-
-
-def show_drain(app: App, ledger: Ledger, drain: Drain) -> ExitCode:
-    """Write a drain's report; return whether its sums add up."""
+def result_of_drain(app: App, ledger: Ledger, drain: Drain | None) -> Result:
+    """Return what became of the runs that a drain found; sums that do not add up are a finding."""
+    if drain is None:
+        raise NotFound("There is no such drain.", todo="To begin one: batchrun drain")
     account = Drainer(app.config, ledger, app.host, app.console, app.who).account(drain)
-    summary = summarise_drain(drain, account, ledger.turned_away(account.barrier))
-    app.console.result(render_drain(summary), summary)
-    return ExitCode.DONE if summary["adds_up"] else ExitCode.FINDINGS
+    summary = summarise_drain(drain, account, summarise_turned_away(ledger, account.barrier))
+    return Result(render_drain(summary), summary, found=not summary["adds_up"])
 
 
 # -- deploy, answer and mend ---------------------------------------------------------------------
 
 
 @command(
-    "Deploy",
     word("--reason", default="", metavar="TEXT", help="Why, for all who meet it."),
     word("--until", metavar="+30m|TIME", help="When it is to end; after that it is loud."),
     word("--job", "jobs", multiple=True, metavar="NAME", help="Close this job, not everything."),
@@ -17162,7 +17135,7 @@ def show_drain(app: App, ledger: Ledger, drain: Drain) -> ExitCode:
 )
 def maintenance_on_command(
     app: App, *, by: str, reason: str, until: str | None, **scopes: tuple[str, ...]
-) -> ExitCode:
+) -> Result:
     """Close the door: nothing new starts, what runs goes on."""
     closed = scopes_of(app.config, **scopes)
     moment = moment_of("--until", until, app.host.now(), sign="+") if until else None
@@ -17171,64 +17144,51 @@ def maintenance_on_command(
         begin = app.state.maintenance.begin
         lockfile = begin(ledger, app.who, until=moment, scopes=closed, **words)
     text = "\n".join(render_lockfile(lockfile, app.host.now()))
-    app.console.result(text, {"maintenance": lockfile._asdict()})
-    return ExitCode.DONE
+    return Result(text, {"maintenance": lockfile._asdict()})
 
 
 @command(
-    "Deploy",
     word("--force", is_flag=True, help="Also if unfinished runs could not go on; recorded."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
-def maintenance_off_command(app: App, *, force: bool) -> ExitCode:
+def maintenance_off_command(app: App, *, force: bool) -> Result:
     """Open the door; begins nothing, that is for the tick."""
     with app.ledger(write=True) as ledger:
         closed = app.state.maintenance.find() is not None
         findings = rehearsal(app.config, app.state, ledger, {}) if closed else []
         if findings and not force:
-            text = render_closed(findings)
-            app.console.result(text, {"findings": as_documents(findings)})
-            return ExitCode.FINDINGS
+            document = {"findings": as_documents(findings)}
+            return Result(render_closed(findings), document, found=True)
         overridden = "; ".join(finding.what for finding in findings)
         why = f"by --force, although: {overridden}" if findings else "switched off"
-        barrier = app.state.maintenance.end(ledger, app.who, why)
-        away = ledger.turned_away(barrier) if barrier else []
-        waiting = [run for run in ledger.all_unfinished() if run.deferred]
-    document = summarise_barrier(barrier, away, waiting)
-    app.console.result(render_barrier(document), document)
-    return ExitCode.DONE
+        document = summarise_barrier(ledger, app.state.maintenance.end(ledger, app.who, why))
+    return Result(render_barrier(document), document)
 
 
-@command("Deploy", exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND])
-def maintenance_status_command(app: App) -> ExitCode:
+@command(exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND])
+def maintenance_status_command(app: App) -> Result:
     """Tell whether the door is closed, since when, by whom, and whom it turned away."""
     with app.ledger(write=False) as ledger:
-        barrier = ledger.barrier()
-        away = ledger.turned_away(barrier) if barrier else []
-        waiting = [run for run in ledger.all_unfinished() if run.deferred]
+        document = summarise_barrier(ledger, ledger.barrier())
     lockfile = app.state.maintenance.find()
     lines = render_lockfile(lockfile, app.host.now()) if lockfile else ["maintenance is off"]
-    document = summarise_barrier(barrier if lockfile else None, away, waiting)
     document["maintenance"] = lockfile and lockfile._asdict()
-    app.console.result("\n".join([*lines, *render_turned_away(document)]), document)
-    return ExitCode.FINDINGS if lockfile and lockfile.overdue else ExitCode.DONE
-
-
-DRAIN_EXITS = [code for code in DRAIN_ENDS if code is not None]
+    document["barrier"] = document["barrier"] if lockfile else None
+    is_overdue = lockfile is not None and lockfile.overdue != ""
+    return Result("\n".join([*lines, *render_turned_away(document)]), document, found=is_overdue)
 
 
 @command(
-    "Deploy",
-    word("--deadline", default="10m", metavar="10m", help="How long to wait for what runs."),
+    word("--deadline", type=duration, default="10m", metavar="10m", help="How long to wait."),
     word("--finish", is_flag=True, help="Let runs end by themselves; ask none to stop."),
-    word("--then", default="leave", metavar="leave|interrupt", help="At the deadline."),
+    word("--then", type=one_of("leave", "interrupt"), default="leave", help="At the deadline."),
     word("--reason", default="", metavar="TEXT", help="Why, if the door is still open."),
-    exits=DRAIN_EXITS,
+    exits=filter(None, DRAIN_ENDS),
 )
-def drain_command(app: App, *, deadline: str, finish: bool, then: str, reason: str) -> ExitCode:
+def drain_command(app: App, *, deadline: float, finish: bool, then: str, reason: str) -> ExitCode:
     """Close the door, let what runs stop at its next safe point, and prove it."""
-    wish = wish_of(deadline, then, finish=finish)
     app.console.tells = not app.console.quiet
+    wish = DrainWish(deadline, finish, interrupts=then == "interrupt")
     with app.ledger(write=True, create=True) as ledger:
         with contextlib.suppress(MaintenanceOn):  # as it is closed already
             words = {"by": app.who, "reason": mask_secrets(reason)}
@@ -17237,20 +17197,8 @@ def drain_command(app: App, *, deadline: str, finish: bool, then: str, reason: s
         if drain is None:
             what = "Maintenance was ended in this moment; nothing was drained."
             raise BatchrunError(what, todo="To begin anew: batchrun drain")
-        show_drain(app, ledger, drain)
+        app.console.result(*result_of_drain(app, ledger, drain)[:2])
         return ExitCode(cast("int", drain.exit_code))
-
-
-def wish_of(deadline: str, then: str, *, finish: bool) -> DrainWish:
-    """Return what the options of `drain` ask for."""
-    if then not in ("leave", "interrupt"):
-        what = f"--then {then!r} is neither leave nor interrupt."
-        raise ConfigurationError(what, unchanged="Nothing was changed.")
-    try:
-        return DrainWish(parse_duration(deadline), finish, interrupts=then == "interrupt")
-    except ValueError as error:
-        what = f"--deadline {deadline!r} is not a duration."
-        raise ConfigurationError(what, unchanged="Nothing was changed.", todo=f"{error}") from error
 
 
 def scopes_of(
@@ -17258,13 +17206,9 @@ def scopes_of(
 ) -> list[str]:
     """Return what is to be closed as scopes; none is everything."""
     known = {tag for job in config.jobs.values() for tag in job.tags}
-    for tag in tags:
-        if tag not in known:
-            what, why = (
-                f"No job has the tag {tag!r}.",
-                f"Tags: {', '.join(sorted(known)) or 'none'}.",
-            )
-            raise ConfigurationError(what, why=why, unchanged="Nothing was changed.")
+    for tag in [tag for tag in tags if tag not in known]:
+        what, why = f"No job has the tag {tag!r}.", f"Tags: {', '.join(sorted(known)) or 'none'}."
+        raise ConfigurationError(what, why=why, unchanged="Nothing was changed.")
     scopes = [f"job:{config.job(name).name}" for name in jobs] + [f"tag:{tag}" for tag in tags]
     for version in versions:
         name, _, below = version.partition("<")
@@ -17297,11 +17241,10 @@ def moment_of(option: str, text: str, now: str, sign: str = "") -> str:
 
 
 @command(
-    "Deploy",
     word("--as-version", multiple=True, metavar="[JOB=]N", help="Ask about version N instead."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
-def rehearse_command(app: App, *, as_version: tuple[str, ...]) -> ExitCode:
+def rehearse_command(app: App, *, as_version: tuple[str, ...]) -> Result:
     """Ask if every unfinished run could go on with the jobs as installed."""
     app.require_trusted()
     versions = parse_versions(app.config, as_version)
@@ -17311,8 +17254,7 @@ def rehearse_command(app: App, *, as_version: tuple[str, ...]) -> ExitCode:
     said = [line for found in findings for line in (found.what, found.why, found.todo) if line]
     text = "\n".join(said) or f"all of {count} unfinished runs could go on"
     document = {"runs": count, "findings": as_documents(findings)}
-    app.console.result(text, document)
-    return ExitCode.FINDINGS if findings else ExitCode.DONE
+    return Result(text, document, found=bool(findings))
 
 
 def parse_versions(config: Config, words: tuple[str, ...]) -> dict[str, int]:
@@ -17322,24 +17264,20 @@ def parse_versions(config: Config, words: tuple[str, ...]) -> dict[str, int]:
         job, _, number = each.rpartition("=")
         if not number.isdecimal():
             raise ConfigurationError(f"--as-version {each!r} has no number.", todo="Write: JOB=3")
-        jobs = [config.job(job).name] if job else config.jobs
-        versions |= dict.fromkeys(jobs, int(number))
+        versions |= dict.fromkeys([config.job(job).name] if job else config.jobs, int(number))
     return versions
 
 
 WAIT = word("--wait", is_flag=True, help="Return when it has stopped, an hour at most.")
-STOP_EXITS = (ExitCode.NOT_FOUND, ExitCode.BUSY, ExitCode.INTERRUPTED)
 
 
-@command("Deploy", word("run"), WAIT, exits=STOP_EXITS)
-def pause_command(app: App, *, run: str, wait: bool) -> ExitCode:
+@command(word("run"), WAIT, exits=[ExitCode.NOT_FOUND, ExitCode.BUSY, ExitCode.INTERRUPTED])
+def pause_command(app: App, *, run: str, wait: bool) -> Result:
     """Pause a run at its next safe point, until `resume RUN`."""
-    app.console.result(*stopped(app, run, Request.PAUSE, wait=wait))
-    return ExitCode.DONE
+    return stopped(app, run, Request.PAUSE, wait=wait)
 
 
 @command(
-    "Deploy",
     word("run"),
     WAIT,
     word("--kill", is_flag=True, help="End its processes: TERM, after 10 s or stop_grace KILL."),
@@ -17348,28 +17286,23 @@ def pause_command(app: App, *, run: str, wait: bool) -> ExitCode:
 )
 def cancel_command(
     app: App, *, run: str, wait: bool, kill: bool, forget_cleanups: str | None
-) -> ExitCode:
+) -> Ended:
     """Cancel a run at its next safe point, for good; call the cleanups that are left of it."""
-    told = None
     if forget_cleanups is not None:
         with app.ledger(write=True) as ledger:
             ledger.forget_cleanups(app.find_run(ledger, run), app.who, forget_cleanups)
     if (found := with_cleanups_left(app, run)) is None:
         told = stopped(app, run, Request.CANCEL, wait=wait, kill=kill)
-        found = with_cleanups_left(app, told[1]["run"]) if kill or wait else None
-    if told is not None and found is None:
-        app.console.result(*told)
-        return ExitCode.DONE
-    owner = cast("Run", found)
-    launch = Launch(owner.job, cancels=owner.id, when_blocked="refuse")
+        found = with_cleanups_left(app, told.document["run"]) if kill or wait else None
+        if found is None:
+            return told
+    launch = Launch(found.job, cancels=found.id, when_blocked="refuse")
     outcome = Supervisor(app.config, launch, app.host, app.console).run()
-    ended = cast("Run", outcome.run)
     if outcome.letter:
         app.console.letter(outcome.letter, outcome.exit_code)
-    document = {"run": ended.id, "request": Request.CANCEL, "done": True, "state": ended.state}
     with app.ledger(write=False) as ledger:
-        text = stop_text(ended, Request.CANCEL, standing(ledger, ended, app.host), is_done=True)
-    app.console.result(f"run {ended.id} of {ended.job} {text}", document)
+        ended = result_of_stop(app, ledger, cast("Run", outcome.run), Request.CANCEL, is_done=True)
+    app.console.result(ended.text, ended.document)
     return outcome.exit_code
 
 
@@ -17382,9 +17315,7 @@ def with_cleanups_left(app: App, name: str) -> Run | None:
     return found if can and not is_owned(app.state, found.job) else None
 
 
-def stopped(
-    app: App, name: str, request: Request, *, wait: bool, kill: bool = False
-) -> tuple[str, dict[str, Any]]:
+def stopped(app: App, name: str, request: Request, *, wait: bool, kill: bool = False) -> Result:
     """Pause or cancel a run; return which of both happened: it is done, or it is asked for."""
     app.console.tells = not app.console.quiet
     with app.ledger(write=True) as ledger:
@@ -17398,10 +17329,16 @@ def stopped(
             grace_s = min([KILL_AFTER_INTERRUPT_S, *known]) if kill else None
             stopper.wait(app.host, app.console.say, kill_after_s=grace_s)
             is_done = True
-        run = ledger.run(run.key)
-        text = stop_text(run, request, standing(ledger, run, app.host), is_done=is_done)
+        return result_of_stop(app, ledger, ledger.run(run.key), request, is_done=is_done)
+
+
+def result_of_stop(
+    app: App, ledger: Ledger, run: Run, request: Request, *, is_done: bool
+) -> Result:
+    """Return what became of a wish to stop a run."""
+    text = stop_text(run, request, standing(ledger, run, app.host), is_done=is_done)
     document = {"run": run.id, "request": request, "done": is_done, "state": run.state}
-    return f"run {run.id} of {run.job} {text}", document
+    return Result(f"run {run.id} of {run.job} {text}", document)
 
 
 def stop_text(run: Run, request: Request, stands: Standing, *, is_done: bool) -> str:
@@ -17413,35 +17350,30 @@ def stop_text(run: Run, request: Request, stands: Standing, *, is_done: bool) ->
         unknown = f"\n{stands.why}\nto find out: {stands.todo}"
         asked = f" ({run.request} is asked for)" * bool(run.request)
         return f"{has} {run.state}{asked}" + unknown * (run.finished and stands.needs_someone)
-    done = {Request.PAUSE: "paused", Request.CANCEL: "cancelled"}[request]
+    done = "paused" if request == Request.PAUSE else "cancelled"
     frozen = f"\n{stands.why}\nto end it: batchrun cancel --kill {run.id}"
     return f"will be {done} at its next safe point" + frozen * stands.needs_someone
 
 
 @command(
-    "Answer and mend",
     word("run"),
     word("name"),
     word("--why", required=True, metavar="TEXT", help="The reason, kept with the answer."),
     word("--by", metavar="WHO", help="Who decided, if it is not you."),
     exits=[ExitCode.FAILED, ExitCode.NOT_FOUND],
 )
-def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) -> ExitCode:
+def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) -> Result:
     """Approve what a run asks for; the tick or `resume` goes on."""
-    if not why.strip():
-        raise ConfigurationError("--why is empty.", todo='Write: --why "REASON"')
     who, reason = mask_secrets(by or app.who), mask_secrets(why)
     with app.ledger(write=True) as ledger:
         found = app.find_run(ledger, run)
         ledger.approve(found, name, who, reason, app.who)
     text = f"run {found.id} of {found.job}: {name!r} is approved by {who}"
     todo = f"\nthe tick goes on with it; at once: batchrun resume {found.id}"
-    app.console.result(text + todo, {"run": found.id, "approval": name, "who": who, "why": reason})
-    return ExitCode.DONE
+    return Result(text + todo, {"run": found.id, "approval": name, "who": who, "why": reason})
 
 
 @command(
-    "Answer and mend",
     word("run", required=False),
     word("--lookup", is_flag=True, help="Ask the destinations by the jobs' own lookups."),
     word("--confirm", multiple=True, metavar="KEY", help="It was done."),
@@ -17454,7 +17386,7 @@ def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) 
 )
 def reconcile_command(
     app: App, *, run: str | None, lookup: bool, applies: bool, **said: Any
-) -> ExitCode:
+) -> Ended:
     """List operations of unknown outcome, and answer what became of them."""
     told = told_by(app.who, **said)
     app.console.tells = not app.console.quiet
@@ -17464,27 +17396,24 @@ def reconcile_command(
         keys_of = {FREED: said["absent"], CONFIRMED: said["confirm"]}
         rows = by_person(reconciler.unknown(found), keys_of, told, of_run=found is not None)
         rows = reconciler.settled(rows, app.who, lookup=lookup, applies=applies)
-        return show_answered(app, ledger, rows, applies=applies)
+        return result_of_answers(app, ledger, rows, applies=applies)
 
 
 def told_by(
     user: str, *, confirm: Sequence[str], absent: Sequence[str], receipt: str, why: str, by: str
 ) -> Told:
     """Return what a person says, without saying of which operation; refuse half of an answer."""
-    wrong = {
-        "An answer needs --why.": bool(confirm or absent) and not why.strip(),
-    }
-    with contextlib.suppress(ValueError):
-        receipt = receipt and _compact(json.loads(receipt))
-        wrong["--receipt is not JSON."] = False
-    wrong.setdefault("--receipt is not JSON.", bool(receipt))
-    for what in (what for what, is_so in wrong.items() if is_so):
-        raise half_answer(what)
-    return Told(0, None, receipt or None, mask_secrets(by or user), mask_secrets(why))
+    if (confirm or absent) and not why.strip():
+        raise half_answer("An answer needs --why.")
+    try:
+        given = _compact(json.loads(receipt)) if receipt else None
+    except ValueError as error:
+        raise half_answer("--receipt is not JSON.") from error
+    return Told(0, None, given, mask_secrets(by or user), mask_secrets(why))
 
 
-def show_answered(app: App, ledger: Ledger, rows: list[Answered], *, applies: bool) -> ExitCode:
-    """Write what is known of operations; 3 while the outcome of one is unknown."""
+def result_of_answers(app: App, ledger: Ledger, rows: list[Answered], *, applies: bool) -> Result:
+    """Return what is known of operations; a finding while the outcome of one is unknown."""
     documents = [summarise_answered(row, applied=applies) for row in rows]
     left = sum(not each["applied"] for each in documents)
     text = render_answered(documents) if documents else "no operation is unknown"
@@ -17498,8 +17427,7 @@ def show_answered(app: App, ledger: Ledger, rows: list[Answered], *, applies: bo
     else:
         runs = {row.run.key: row.run for row in rows}.values()
         text += "".join([f"\n{answered_text(ledger, run, app.host)}" for run in runs])
-    app.console.result(text, {"operations": documents, "open": left})
-    return ExitCode.FINDINGS if left else ExitCode.DONE
+    return Result(text, {"operations": documents, "open": left}, found=left > 0)
 
 
 def answered_text(ledger: Ledger, run: Run, host: Host) -> str:
@@ -17510,8 +17438,8 @@ def answered_text(ledger: Ledger, run: Run, host: Host) -> str:
     return f"{of} is {stands.state}; {'see' if run.finished else 'to type'}: {stands.todo}"
 
 
-@command("Answer and mend", exits=[ExitCode.FINDINGS, ExitCode.PERSON_NEEDED])
-def check_command(app: App) -> ExitCode:
+@command(exits=[ExitCode.FINDINGS, ExitCode.PERSON_NEEDED])
+def check_command(app: App) -> Result:
     """Compare ledger, checkpoints, marks and images; changes nothing."""
     with app.ledger(write=False) as ledger:
         findings = check(ledger, app.state.store, app.config.jobs)
@@ -17520,17 +17448,16 @@ def check_command(app: App) -> ExitCode:
             require_witnesses_known(ledger, store)
         notes = known_losses(ledger)
     text = "\n".join([render_findings(findings) or "ledger and checkpoints agree", *notes])
-    app.console.result(text, {"findings": as_documents(findings), "notes": notes})
-    return ExitCode.FINDINGS if findings else ExitCode.DONE
+    document = {"findings": as_documents(findings), "notes": notes}
+    return Result(text, document, found=bool(findings))
 
 
 @command(
-    "Answer and mend",
     word("run", required=False),
     word("--apply", is_flag=True, help="Do it; without, only show what would be done."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND, ExitCode.BUSY],
 )
-def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
+def repair_command(app: App, *, run: str | None, apply: bool) -> Result:
     """Make the ledger agree with the checkpoints (copied aside)."""
     app.state.require_fit(create=False)
     repair = find_repair(app.state)
@@ -17550,109 +17477,88 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> ExitCode:
     todo = "to do it: " + " ".join(["batchrun repair", *([run] if run else []), "--apply"])
     lines += [todo] * (bool(lines) and not apply)
     document = {"lost": repair.lost, "repairs": documents, "applied": apply, "aside": aside}
-    app.console.result("\n".join(lines) or "nothing to repair", document)
-    return ExitCode.FINDINGS if lines and not apply else ExitCode.DONE
+    text = "\n".join(lines) or "nothing to repair"
+    return Result(text, document, found=bool(lines) and not apply)
 
 
-@command(
-    "Answer and mend",
-    word("action", metavar="list|show|retry|drop"),
-    word("run", required=False),
-    word("ids", nargs=-1, type=int),
-    word("--why", metavar="TEXT", help="Why they may go, for the record (drop)."),
-    *RUNNING[2:],
-    exits=RUN_EXITS,
-)
-def rejects_command(
-    app: App, *, action: str, run: str | None, ids: tuple[int, ...], why: str | None, **asked: Any
-) -> ExitCode:
-    """List, show, run again or drop rejected records."""
-    require_heeded(action, run, {"why": why}, asked)
-    if run is None:
-        return list_all_rejects(app)
-    with app.ledger(write=action in ("retry", "drop")) as ledger:
-        found = app.find_run(ledger, run)
-        rows = ledger.rejects(found)
-        if unknown := set(ids) - {row.id for row in rows}:
-            what = f"Run {found.id} has no reject {min(unknown)}; it has {len(rows)}."
-            raise NotFound(what, todo=f"See: batchrun rejects list {found.id}")
-        chosen = [row for row in rows if not ids or row.id in ids]
-        if action == "drop":
-            return drop_rejects(app, ledger, found, chosen, why)
-    if action == "retry":
-        return retry_rejects(app, found, chosen, asked)
-    rejects = [summarise_reject(row) for row in chosen]
-    texts = map(render_reject, rejects) if action == "show" else [render_rejects(rejects)]
-    app.console.result("\n".join(texts) or "no rejects", {"run": found.id, "rejects": rejects})
-    return ExitCode.DONE
+IDS = word("ids", nargs=-1, type=at_least(1))
 
 
-REJECT_ACTIONS = ("list", "show", "retry", "drop")
-REJECTS_TODO = """Write one of:
-  batchrun rejects list [RUN]
-  batchrun rejects show RUN [ID...]
-  batchrun rejects retry RUN [ID...]
-  batchrun rejects drop RUN [ID...] --why TEXT"""
-
-
-def require_heeded(
-    action: str, run: str | None, of_drop: Mapping[str, Any], of_retry: Mapping[str, Any]
-) -> None:
-    """Refuse an action of `rejects` that is none, or that would not heed what was typed."""
-    what = ""
-    if action not in REJECT_ACTIONS or (run is None and action != "list"):
-        what = f"There is no `rejects {action}`." if run else f"`rejects {action}` needs a RUN."
-    elif unheeded := given(
-        {**({} if action == "drop" else of_drop), **({} if action == "retry" else of_retry)}
-    ):
-        what = f"`rejects {action}` does not take {unheeded[0]}."
-    if what:
-        raise ConfigurationError(what, todo=REJECTS_TODO)
-
-
-def list_all_rejects(app: App) -> ExitCode:
-    """List the runs of which rejects wait for a person."""
+@command(word("run", required=False), IDS, exits=[ExitCode.NOT_FOUND])
+def rejects_list_command(app: App, *, run: str | None, ids: tuple[int, ...]) -> Result:
+    """List rejected records; without RUN, the runs of which some wait for a person."""
+    if run is not None:
+        return result_of_rejects(app, run, ids, render_rejects)
     with app.ledger(write=False) as ledger:
         found = ledger.runs_with_open_rejects()
     rows = [["run", "job", "ended", "open rejects"]]
     rows += [[run.id, run.job, moment_text(run.ended_at), str(count)] for run, count in found]
     documents = [{"run": run.id, "job": run.job, "open": count} for run, count in found]
-    text = render_table(rows) if found else "no open rejects"
-    app.console.result(text, {"runs": documents})
-    return ExitCode.DONE
+    return Result(render_table(rows) if found else "no open rejects", {"runs": documents})
 
 
-def drop_rejects(
-    app: App, ledger: Ledger, run: Run, rows: list[RejectRow], why: str | None
-) -> ExitCode:
-    """Let rejects go for good; a reason is asked for."""
-    if not (why and why.strip()):
-        todo = f'Write: batchrun rejects drop {run.id} --why "..."'
-        raise ConfigurationError("Dropping rejects needs --why.", todo=todo)
-    dropped = ledger.drop_rejects(run, rows, app.who, mask_secrets(why))
-    app.console.result(
-        f"{dropped} rejects of run {run.id} dropped", {"run": run.id, "dropped": dropped}
-    )
-    return ExitCode.DONE
+@command(word("run"), IDS, exits=[ExitCode.NOT_FOUND])
+def rejects_show_command(app: App, *, run: str, ids: tuple[int, ...]) -> Result:
+    """Show all that is kept of rejected records."""
+    return result_of_rejects(app, run, ids, lambda each: "\n".join(map(render_reject, each)))
 
 
-def retry_rejects(app: App, run: Run, rows: list[RejectRow], asked: Mapping[str, Any]) -> ExitCode:
+def result_of_rejects(
+    app: App, name: str, ids: Sequence[int], render: Callable[[list[dict[str, Any]]], str]
+) -> Result:
+    """Return rejects of a run."""
+    with app.ledger(write=False) as ledger:
+        run, rows = rejects_of(app, ledger, name, ids)
+    rejects = [summarise_reject(row) for row in rows]
+    return Result(render(rejects) if rejects else "no rejects", {"run": run.id, "rejects": rejects})
+
+
+def rejects_of(
+    app: App, ledger: Ledger, name: str, ids: Sequence[int]
+) -> tuple[Run, list[RejectRow]]:
+    """Return a run and the rejects of it that are meant: without ids, all."""
+    run = app.find_run(ledger, name)
+    rows = ledger.rejects(run)
+    if unknown := set(ids) - {row.id for row in rows}:
+        what = f"Run {run.id} has no reject {min(unknown)}; it has {len(rows)}."
+        raise NotFound(what, todo=f"See: batchrun rejects list {run.id}")
+    return run, [row for row in rows if not ids or row.id in ids]
+
+
+@command(word("run"), IDS, *RUNNING[2:], exits=RUN_EXITS)
+def rejects_retry_command(app: App, *, run: str, ids: tuple[int, ...], **asked: Any) -> ExitCode:
     """Run open rejects again through their job, as a run of their own."""
-    if run.rollback_of:
-        what = f"Run {run.id} is a rollback; its rejects are no records of the job."
-        raise ConfigurationError(what, todo=f"Mend them by hand: batchrun rejects show {run.id}")
-    if not run.finished:
-        raise unfinished_before_retry(run)
-    retry = Retry(run, [row.spot for row in rows])
-    launch = launch_of(run.job, accept_source=False, accept_settings=False, **asked)
-    launch = launch._replace(by_person=True, overrides=run.overrides, retry=retry)
+    with app.ledger(write=True) as ledger:
+        found, rows = rejects_of(app, ledger, run, ids)
+    if found.rollback_of:
+        what = f"Run {found.id} is a rollback; its rejects are no records of the job."
+        raise ConfigurationError(what, todo=f"Mend them by hand: batchrun rejects show {found.id}")
+    if not found.finished:
+        raise unfinished_before_retry(found)
+    retry = Retry(found, [row.spot for row in rows])
+    launch = launch_of(found.job, **asked)
+    launch = launch._replace(by_person=True, overrides=found.overrides, retry=retry)
     return app.supervise(launch).exit_code
 
 
 @command(
-    "Answer and mend",
     word("run"),
-    word("--to-batch", type=int, metavar="N", help="Undo only what came after batch N."),
+    IDS,
+    word("--why", required=True, metavar="TEXT", help="Why they may go, for the record."),
+    exits=[ExitCode.NOT_FOUND],
+)
+def rejects_drop_command(app: App, *, run: str, ids: tuple[int, ...], why: str) -> Result:
+    """Let rejected records go, for good."""
+    with app.ledger(write=True) as ledger:
+        found, rows = rejects_of(app, ledger, run, ids)
+        dropped = ledger.drop_rejects(found, rows, app.who, mask_secrets(why))
+    text = f"{dropped} rejects of run {found.id} dropped"
+    return Result(text, {"run": found.id, "dropped": dropped})
+
+
+@command(
+    word("run"),
+    word("--to-batch", type=at_least(0), metavar="N", help="Undo only what came after batch N."),
     word("--dry-run", is_flag=True, help="Only show what would be done."),
     word("--why", default="", metavar="TEXT", help="The reason, for the record."),
     *RUNNING[2:],
@@ -17660,18 +17566,18 @@ def retry_rejects(app: App, run: Run, rows: list[RejectRow], asked: Mapping[str,
 )
 def rollback_command(
     app: App, *, run: str, to_batch: int | None, dry_run: bool, why: str, **asked: Any
-) -> ExitCode:
+) -> Ended:
     """Undo the batches of a run, newest first, as a run of its own."""
     app.require_trusted()
-    launch = launch_of("", accept_source=False, accept_settings=False, **asked)
+    launch = launch_of("", **asked)
     with app.ledger(write=not dry_run) as ledger:
         found = app.find_run(ledger, run)
         rollback, begun = rollback_of(ledger, found, to_batch, mask_secrets(why))
-        document = summary_of_rollback(ledger, rollback)
+        document = summarise_rollback(ledger, rollback)
         if not begun:
             document["bytes"] = look_at_rollback(app.config, app.state, ledger, rollback)
     if dry_run:
-        return show_rollback(app, document)
+        return result_of_rollback(document)
     how = {"only_resume": True} if begun else {"overrides": found.overrides, "rollback": rollback}
     return app.supervise(launch._replace(job=found.job, by_person=True, **how)).exit_code
 
@@ -17690,26 +17596,19 @@ def rollback_of(ledger: Ledger, run: Run, to_batch: int | None, why: str) -> tup
     return ledger.rollback_by(begun), True
 
 
-def summary_of_rollback(ledger: Ledger, rollback: Rollback) -> dict[str, Any]:
-    """Return what a rollback undoes as one JSON document."""
-    rows = ledger.batches_of(rollback), ledger.operations_of(rollback)
-    return summarise_rollback(rollback, *rows)
-
-
-def show_rollback(app: App, document: dict[str, Any]) -> ExitCode:
-    """Write what a rollback would do."""
+def result_of_rollback(document: dict[str, Any]) -> Result:
+    """Return what a rollback would do."""
     run, to = document["run"], document["to_batch"]
     lines = [f"a rollback of run {run} to batch {to} would do this; nothing was written"]
     todo = f"to do it: batchrun rollback {run}" + f" --to-batch {to}" * bool(to)
-    app.console.result("\n".join([*lines, *render_rollback(document), todo]), document)
-    return ExitCode.DONE
+    return Result("\n".join([*lines, *render_rollback(document), todo]), document)
 
 
 # -- set up --------------------------------------------------------------------------------------
 
 
-@command("Set up", word("folder", default="."))
-def init_command(app: App, *, folder: str) -> ExitCode:
+@command(word("folder", type=file, default="."))
+def init_command(_: App, *, folder: str) -> Result:
     """Make a configuration and a starter job that runs."""
     root = Path(folder)
     require_text(root.absolute())
@@ -17719,20 +17618,15 @@ def init_command(app: App, *, folder: str) -> ExitCode:
         root / "jobs/inventory_sync.py": STARTER_JOB,
         root / "jobs/feed.csv": "\n".join(["sku,quantity", *feed, ""]),
     }
-    for path in files:
-        if path.exists():
-            raise ConfigurationError(
-                f"{path} is there already.",
-                unchanged="Nothing was written.",
-                todo="Choose another folder: batchrun init FOLDER",
-            )
+    for path in filter(Path.exists, files):
+        what, todo = f"{path} is there already.", "Choose another folder: batchrun init FOLDER"
+        raise ConfigurationError(what, unchanged="Nothing was written.", todo=todo)
     for path, content in files.items():
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         write_atomically(path, content.encode())
     change = "" if folder == "." else f"cd {root} && "
     text = f"made {', '.join(map(str, files))}\nto go on: {change}batchrun run inventory_sync"
-    app.console.result(text, {"files": list(files)})
-    return ExitCode.DONE
+    return Result(text, {"files": list(files)})
 
 
 STARTER_CONFIG = """\
@@ -17774,7 +17668,7 @@ def inventory_sync(ctx: Context[Settings]):
 '''
 
 
-@command("Set up")
+@command()
 def jobs_command(app: App) -> ExitCode:
     """Load the configured jobs and list them: what they do, their settings, their last run."""
     app.require_trusted()
@@ -17809,67 +17703,56 @@ def write_metrics(folder: Path, text: str) -> None:
         path.chmod(0o644)
 
 
-@command(
-    "Set up",
-    word("--write", metavar="FOLDER", help="Write FOLDER/batchrun.prom instead, readable by all."),
-)
-def metrics_command(app: App, *, write: str | None) -> ExitCode:
+@command(word("--write", type=file, metavar="FOLDER", help="Write FOLDER/batchrun.prom instead."))
+def metrics_command(app: App, *, write: str | None) -> Ended:
     """Show how all jobs stand as metrics for Prometheus."""
     with app.ledger(write=False) as ledger:
         text = app.metrics(ledger)
     if write is None:
-        app.console.result(text.rstrip("\n"), {"metrics": text})
-    else:
-        write_metrics(Path(write), text)
+        return Result(text.rstrip("\n"), {"metrics": text})
+    write_metrics(Path(write), text)
     return ExitCode.DONE
 
 
 @command(
-    "Set up",
     word("job", required=False),
     word("--alerts", is_flag=True, help="Send a test by every way of [alerts], and by pings."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
-def doctor_command(app: App, *, job: str | None, alerts: bool) -> ExitCode:
+def doctor_command(app: App, *, job: str | None, alerts: bool) -> Result:
     """Look once at all that a run needs: health, machine, files, jobs; explain each answer."""
     app.require_trusted()
     if job is not None:
         app.config.job(job)
     of = (app.config, job, app.host)
     rows = list(sent_tests(*of)) if alerts else doctor(app.state, *of)
-    app.console.result(render_examined(rows), {"examined": [row._asdict() for row in rows]})
-    wrong = any(row.state != Wellness.OK for row in rows)
-    return ExitCode.FINDINGS if wrong else ExitCode.DONE
+    is_wrong = any(row.state != Wellness.OK for row in rows)
+    document = {"examined": [row._asdict() for row in rows]}
+    return Result(render_examined(rows), document, found=is_wrong)
 
 
 @command(
-    "Set up",
-    word("file"),
+    word("file", type=file),
     word("--force", is_flag=True, help="Also in the place of a file that is there."),
     exits=[ExitCode.PERSON_NEEDED],
 )
-def backup_command(app: App, *, file: str, force: bool) -> ExitCode:
+def backup_command(app: App, *, file: str, force: bool) -> Result:
     """Copy the ledger while jobs run, and verify the copy."""
     app.state.require_owner()
     path = Path(file).absolute()
     with app.ledger(write=False) as ledger:
         size = back_up(app.state, ledger, path, force=force)
     text = f"{path}: {size_text(size)}, verified; the README says how it is put back"
-    app.console.result(text, {"file": path, "size_bytes": size})
-    return ExitCode.DONE
+    return Result(text, {"file": path, "size_bytes": size})
 
 
 @command(
-    "Set up",
-    word("--keep", metavar="90d", help="Instead of what the configuration says."),
+    word("--keep", type=duration, metavar="90d", help="Instead of what the configuration says."),
     word("--dry-run", is_flag=True, help="Only show what would go."),
 )
-def prune_command(app: App, *, keep: str | None, dry_run: bool) -> ExitCode:
+def prune_command(app: App, *, keep: float | None, dry_run: bool) -> Result:
     """Let finished runs go that are older than `keep`, and that nothing needs."""
-    try:
-        keep_s = app.config.keep_s if keep is None else parse_duration(keep)
-    except ValueError as error:
-        raise ConfigurationError(f"--keep {keep!r}: {error}.") from error
+    keep_s = app.config.keep_s if keep is None else keep
     with app.ledger(write=not dry_run) as ledger:
         pruned = prune(app.state, ledger, keep_s, app.host, app.who, dry_run=dry_run)
     runs, names = pruned.runs, ("id", "job", "state", "ended_at")
@@ -17880,16 +17763,12 @@ def prune_command(app: App, *, keep: str | None, dry_run: bool) -> ExitCode:
     documents = [{name: getattr(run, name) for name in names} for run in runs]
     counts = {"before": pruned.before, "rows": pruned.rows, "files_bytes": pruned.files_bytes}
     document = {"runs": documents, "dry_run": dry_run, **counts}
-    app.console.result("\n".join([*table, text + gone * (not dry_run)]), document)
-    return ExitCode.DONE
+    return Result("\n".join([*table, text + gone * (not dry_run)]), document)
 
 
 @command(
-    "Set up",
     word("job", required=False),
-    word(
-        "--every", metavar="WHEN", help="hourly, daily (default), weekly, monthly, or OnCalendar."
-    ),
+    word("--every", metavar="WHEN", help="hourly, daily (default), weekly, monthly, OnCalendar."),
     word("--tick", is_flag=True, help="What goes on with all that is due, every five minutes."),
     word("--cron", is_flag=True, help="The line of a crontab instead; WHEN may be cron's fields."),
     word("--on-failure", metavar="UNIT", help="What systemd starts when it fails."),
@@ -17897,16 +17776,13 @@ def prune_command(app: App, *, keep: str | None, dry_run: bool) -> ExitCode:
     word("--force", is_flag=True, help="Also over units that somebody else wrote."),
     exits=[ExitCode.NOT_FOUND],
 )
-def unit_command(
-    app: App, *, job: str | None, install: bool, force: bool, **asked: Any
-) -> ExitCode:
+def unit_command(app: App, *, job: str | None, install: bool, force: bool, **asked: Any) -> Result:
     """Print systemd units, or a crontab's line, that start a job or the tick."""
     own = install and os.geteuid() != 0
     timed = timed_by(app, job, asked | {"install": install, "force": force}, own=own)
     if asked["cron"]:
         line = render_cron(timed)
-        app.console.result(line, {"line": line})
-        return ExitCode.DONE
+        return Result(line, {"line": line})
     marker = f"{UNIT_MARK}`unit {job or '--tick'}` of {app.config.path}"
     files = render_units(timed, marker).items()
     paths = {app.host.unit_folder / name: text for name, text in files}
@@ -17917,32 +17793,28 @@ def unit_command(
     shown = [f"# {'wrote ' * install}{path}\n{text}" for path, text in paths.items()]
     text = "\n".join([*shown, "# to start it, type:", *(f"#   {line}" for line in todo)])
     documents = [{"path": path, "text": text} for path, text in paths.items()]
-    app.console.result(text, {"files": documents, "written": install, "todo": todo})
-    return ExitCode.DONE
+    return Result(text, {"files": documents, "written": install, "todo": todo})
 
 
 def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) -> Timed:
     """Return what `unit` is to start by a timer, a job or the tick; refuse what is not clear."""
     config, every, on_failure = app.config, asked["every"], asked["on_failure"] or ""
     words = [*own_command(), "--config", str(config.path)]
+    never = f"--every {every!r} is not when something can be started."
+    odd = f"The path {words[0]} or {config.path} cannot stand in a unit or crontab."
     wrong = {
         "Name a job or --tick, not both.": bool(job) == asked["tick"],
         "--tick comes every five minutes; it takes no --every.": asked["tick"] and every,
         "--every and --on-failure take one line of text.": not f"{every}{on_failure}".isprintable(),
-        f"--every {every!r} is not when something can be started.": (
-            every and not is_when(app.host, every, cron=asked["cron"])
-        ),
+        never: every and not is_when(app.host, every, cron=asked["cron"]),
         "--cron only prints a line.": asked["cron"] and (asked["install"] or on_failure),
         "--force is for --install.": asked["force"] and not asked["install"],
-        f"The path {words[0]} or {config.path} cannot stand in a unit or crontab.": (
-            not "".join(words).isprintable() or {*"\"'\\"} & {*words[0]}
-        ),
+        odd: not "".join(words).isprintable() or {*"\"'\\"} & {*words[0]},
     }
     for what in (what for what, is_wrong in wrong.items() if is_wrong):
-        todo = "See: batchrun unit --help"
-        if "is not when" in what:
-            fields = '"30 4 * * 1-5"' if asked["cron"] else '"Mon..Fri 4:15"'
-            todo = f"Write {', '.join(EVERY)}, or for example {fields}."
+        fields = '"30 4 * * 1-5"' if asked["cron"] else '"Mon..Fri 4:15"'
+        times = f"Write {', '.join(EVERY)}, or for example {fields}."
+        todo = times if what == never else "See: batchrun unit --help"
         raise ConfigurationError(what, unchanged="Nothing was written.", todo=todo)
     jobs = [config.job(job)] if job else list(config.jobs.values())
     path = config.state if config.state.exists() else config.path
@@ -17995,8 +17867,8 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
 
     class Grouped(click.Group):
         def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
-            for group in GROUPS:
-                named = [parts for parts in COMMANDS if parts.group == group]
+            for group, words in GROUPS.items():
+                named = [parts for parts in COMMANDS if parts.name.split()[0] in words.split()]
                 rows = [(parts.name, str(parts.function.__doc__).split("\n")[0]) for parts in named]
                 with formatter.section(group):
                     formatter.write_dl(rows)
@@ -18026,18 +17898,23 @@ def hidden_globals(click: Any) -> list[Any]:
 
 def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     """Return one click command whose return value is its exit code."""
-    names_of = functools.partial(complete, app)
-    made = [
-        click.Option(list(names), shell_complete=names_of, callback=said_something, **more)
-        if names[0].startswith("-")
-        else click.Argument(list(names), shell_complete=names_of, **more)
-        for names, more in parts.parameters
-    ]
+    made = []
+    for names, more in parts.parameters:
+        kind = {"type": more["type"](click)} if "type" in more else {}
+        ways = kind or {"shell_complete": functools.partial(complete, app)}
+        if names[0].startswith("-"):
+            made.append(click.Option(list(names), callback=said_something, **more | ways))
+        else:
+            made.append(click.Argument(list(names), **more | ways))
 
     def call(config: str | None, **given: Any) -> ExitCode:
         ways = {name: given.pop(name) for name in ("as_json", "quiet", "verbose")}
         app.take(config, **ways)
-        return parts.function(app, **given)
+        ended = parts.function(app, **given)
+        if isinstance(ended, ExitCode):
+            return ended
+        app.console.result(ended.text, ended.document)
+        return ExitCode.FINDINGS if ended.found else ExitCode.DONE
 
     return click.Command(
         parts.name.rpartition(" ")[2],
@@ -18048,31 +17925,23 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     )
 
 
-OF_WORDS: dict[str, Iterable[str]] = {"action": REJECT_ACTIONS, "level": LEVELS, "every": EVERY}
-
-
-def said_something(context: Any, option: Any, value: Any) -> Any:
+def said_something(_: Any, option: Any, value: Any) -> Any:
     """Refuse an option that was given without content: nothing at all, or the dots of a letter."""
-    given = context.get_parameter_source(option.name).name == "COMMANDLINE"
-    if given and (value == "..." or (value == "" and option.default != "")):
+    is_blank = isinstance(value, str) and not value.strip() and option.default != ""
+    if is_blank or value == "...":
         what = f"{option.opts[-1]} says nothing: {value!r}."
         raise ConfigurationError(what, todo=f"Write: {option.opts[-1]} {option.metavar}")
     return value
 
 
-def complete(app: App, context: Any, parameter: Any, begun: str) -> list[Any]:
-    """Return what a shell may complete a word to: known words, jobs, ids of runs, or files."""
-    from click.shell_completion import CompletionItem
-
-    if words := OF_WORDS.get(parameter.name):
-        return [each for each in words if each.startswith(begun)]
-    if parameter.name not in ("job", "run", "name"):
-        return [CompletionItem(begun, "file")] * (parameter.name in ("file", "folder"))
-    names = list[str]()
+def complete(app: App, context: Any, parameter: Any, begun: str) -> list[str]:
+    """Return what a shell may complete a word to: jobs and ids of runs, or words of --every."""
+    names = list(EVERY) * (parameter.name == "every")
     with contextlib.suppress(BatchrunError, OSError):
-        app.take(context.find_root().params.get("config"))
-        names += app.config.jobs
-        if parameter.name != "job":
+        if parameter.name in ("job", "jobs", "run", "name"):
+            app.take(context.find_root().params.get("config"))
+            names += app.config.jobs
+        if parameter.name in ("run", "name"):
             with app.ledger(write=False) as ledger:
                 names += [run.id for run in ledger.newest_runs()]
     return [name for name in names if name.startswith(begun)]
@@ -18095,31 +17964,20 @@ def run_command_line(arguments: list[str]) -> int:
         return int(root.main(arguments, "batchrun", standalone_mode=False) or 0)
     except click.exceptions.Exit as leaving:
         return leaving.exit_code
-    except click.ClickException as error:
-        where = getattr(error, "ctx", None)
-        see = f"\nSee: {where.command_path} --help" if where and "\n" not in str(error) else ""
-        app.console.letter(error.format_message() + see, ExitCode.USAGE)
-        return ExitCode.USAGE
+    except SystemExit as leaving:  # after a shell was told by click what completes a word
+        return int(leaving.code or 0)
     except (click.Abort, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
+    except click.ClickException as error:
+        where = getattr(error, "ctx", None)
+        see = f"See: {where.command_path} --help" if where and "\n" not in str(error) else ""
+        letter: BatchrunError = ConfigurationError(error.format_message(), todo=see)
     except BatchrunError as error:
-        app.console.letter(str(error), error.exit_code)
-        return error.exit_code
+        letter = error
     except OSError as error:
         letter = refused_by_system(error, arguments)
-        app.console.letter(str(letter), letter.exit_code)
-        return letter.exit_code
-
-
-def complete_words() -> int:
-    """Give a shell the words that may come next, which click finds by itself."""
-    app = App()
-    app.take(os.environ.get("BATCHRUN_CONFIG"))
-    try:
-        build_command_line(app, ["--help"]).main([], "batchrun")
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
-    return ExitCode.DONE
+    app.console.letter(str(letter), letter.exit_code)
+    return letter.exit_code
 
 
 def refused_by_system(error: OSError, arguments: list[str]) -> BatchrunError:
@@ -18138,13 +17996,13 @@ def refused_by_system(error: OSError, arguments: list[str]) -> BatchrunError:
 def main() -> NoReturn:
     """Run the command line and leave by os._exit: a held lock is never given back on the way."""
     occupy_standard_descriptors()
-    code, names = int(ExitCode.FAILED), [parts.name for parts in COMMANDS]
-    if next((word for word in sys.argv[1:] if word in names), "") in ("run", "resume", "drain"):
+    code = int(ExitCode.FAILED)
+    named = next((word for word in sys.argv[1:] if word in FIRST_WORDS), "")
+    if named in ("run", "resume", "drain"):
         block_stops()  # a stop that comes this early is counted too
     reach("main.begun")
     try:
-        completes = "_BATCHRUN_COMPLETE" in os.environ
-        code = complete_words() if completes else run_command_line(sys.argv[1:])
+        code = run_command_line(sys.argv[1:])
     except BaseException:  # noqa: BLE001 - a fault of batchrun's own, told before the end
         sys.excepthook(*sys.exc_info())
     finally:

@@ -457,7 +457,6 @@ def test_runs_since_a_moment_are_compared_in_each_form(shop: Project) -> None:
             "report sync --markdown --html a.html",
             "A report is of a run, or --since a moment; in one of its forms.\nFORMS",
         ),
-        ("report drain --html a.html", "A drain has no such report.\nWrite: batchrun report drain"),
         (
             "report --since 30",
             """--since '30' is neither a duration nor a moment.

@@ -1,6 +1,7 @@
 """Reports turn rows into words: the same rows, the same words."""
 
 import json
+import re
 
 import pytest
 
@@ -234,6 +235,34 @@ def test_the_status_of_all_jobs_is_a_table_and_what_to_type() -> None:
         "orders  succeeded      2m00s  2        5        -       -     1d04h ago  -\n"
         "to type for stock: batchrun resume a1b2c3d4e5"
     )
+
+
+def shown_of(run: Run) -> list[str]:
+    """Return what the table, the screen, the end and the live line say of a run's records."""
+    stands = Standing(run.state, "", "batchrun report a1b2c3d4e5")
+    status = batchrun.summarise_job("stock", run, stands, None, 0)
+    row = batchrun.render_status([status], NOW).splitlines()[1]
+    screen = batchrun.render_one_status({**status, "about": ABOUT}, NOW)
+    live = batchrun.progress_line(run, 0.0, 200)
+    texts = (row, screen, batchrun.counts_text(run._asdict()), live)
+    return [
+        found for text in texts for found in re.findall(r"[0-9,]{5,}(?: of | +)[0-9,]{5,}", text)
+    ]
+
+
+def test_a_run_that_read_all_shows_what_it_was_and_not_what_was_estimated() -> None:
+    for estimate in (23_993, 24_007):
+        run = RUN._replace(state=RunState.SUCCEEDED, read=24_000, expected=estimate)
+        assert shown_of(run)[:3] == ["24,000   24,000", *["24,000 of 24,000"] * 2]
+        assert "100%" in batchrun.render_status(
+            [batchrun.summarise_job("stock", run, STANDS._replace(state=run.state), None, 0)], NOW
+        )
+
+
+def test_a_run_that_read_more_than_was_estimated_shows_no_total_below_that() -> None:
+    run = RUN._replace(state=RunState.RUNNING, read=24_000, expected=23_993)
+    assert shown_of(run) == ["24,000   24,000", *["24,000 of 24,000"] * 3]
+    assert shown_of(run._replace(read=23_000))[1:] == ["23,000 of 23,993"] * 3
 
 
 def test_the_status_of_one_job_ends_with_why_and_one_line_to_type() -> None:

@@ -277,7 +277,7 @@ def test_what_was_not_asked_or_is_answered_or_finished_cannot_be_approved(
     )
     assert waiting.run("approve", "sync", "new prices").code == 2
     ended = waiting.run("approve", "sync", "new prices", "--why", " ")
-    assert (ended.code, ended.err) == (2, '--why is empty.\nWrite: --why "REASON"\n')
+    assert (ended.code, ended.err) == (2, "--why says nothing: ' '.\nWrite: --why TEXT\n")
     ended = waiting.run("approve", "sync", "new prices", "--why", "...")
     assert (ended.code, ended.err) == (2, "--why says nothing: '...'.\nWrite: --why TEXT\n")
     assert waiting.run("approve", "sync", "new prices", "--by", "Ada", "--why", "a").code == 0

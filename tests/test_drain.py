@@ -574,18 +574,6 @@ def test_there_is_no_report_of_a_drain_that_never_was(crowd: Crowd) -> None:
     assert crowd.said() == "There is no such drain.\nTo begin one: batchrun drain\n"
 
 
-@pytest.mark.usefixtures("shop")
-def test_what_a_drain_does_not_understand_changes_nothing(project: Project, crowd: Crowd) -> None:
-    assert crowd.run("drain --then stop") == 2
-    first = "--then 'stop' is neither leave nor interrupt."
-    assert crowd.said() == f"{first}\nNothing was changed.\n"
-    assert crowd.run("drain --deadline 10") == 2
-    wanted = 'a duration with its unit is wanted, such as "90s", "3m" or "1h30m"'
-    first = "--deadline '10' is not a duration."
-    assert crowd.said() == f"{first}\nNothing was changed.\n{wanted}\n"
-    assert not project.state.exists()
-
-
 def test_what_blocks_is_shown_live_on_a_narrow_terminal(shop: Project) -> None:
     process = start_held(shop)
     code, shown = on_a_terminal(shop, "drain", "--deadline", "1s")

@@ -534,7 +534,8 @@ def test_a_job_may_defer_its_starts_and_a_launch_says_otherwise(
     assert crowd.run("run sync --when-blocked refuse") == 12
     assert crowd.run("run sync") == 75
     assert crowd.run("run sync --when-blocked wait") == 2
-    said = "--when-blocked 'wait' is neither refuse nor defer.\nNothing was started.\n"
+    said = "Invalid value for '--when-blocked': 'wait' is not one of 'refuse', 'defer'.\n"
+    said += "See: batchrun run --help\n"
     assert crowd.said() == said
 
 

@@ -581,11 +581,8 @@ def test_a_reject_is_shown_with_all_that_is_kept(rejected: Shop) -> None:
 
 def test_dropping_needs_a_reason_and_is_recorded(rejected: Shop) -> None:
     run = newest(rejected)
-    ended = rejected.call("rejects", "drop", run, "1")
-    assert (ended.code, ended.err) == (
-        2,
-        f'Dropping rejects needs --why.\nWrite: batchrun rejects drop {run} --why "..."\n',
-    )
+    ended = rejected.call("rejects", "drop", run, "1", "--why", " ")
+    assert (ended.code, ended.err) == (2, "--why says nothing: ' '.\nWrite: --why TEXT\n")
     why = ("--why", "the supplier sent token=abcd1234")
     assert (
         rejected.call("rejects", "drop", run, "1", *why).out == f"1 rejects of run {run} dropped\n"
@@ -597,21 +594,6 @@ def test_dropping_needs_a_reason_and_is_recorded(rejected: Shop) -> None:
     bad(rejected)
     assert retry(rejected, run).code == 0
     assert applied(rejected)[-2:] == ["8", "9"]
-
-
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (("forget", "sync"), "There is no `rejects forget`."),
-        (("forget",), "`rejects forget` needs a RUN."),
-        (("drop",), "`rejects drop` needs a RUN."),
-    ],
-)
-def test_other_words_are_answered_with_what_to_type(
-    rejected: Shop, words: tuple[str, ...], what: str
-) -> None:
-    ended = rejected.call("rejects", *words)
-    assert (ended.code, ended.err) == (2, f"{what}\n{batchrun.REJECTS_TODO}\n")
 
 
 def test_rejects_of_which_only_text_is_kept_cannot_be_retried_and_say_so(shop: Shop) -> None:

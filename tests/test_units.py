@@ -18,7 +18,6 @@ from batchrun import (
     ORPHAN_GRACE_S,
     App,
     ConfigurationError,
-    ExitCode,
     load_config,
     unit_command,
     unit_word,
@@ -172,7 +171,7 @@ def test_a_stop_takes_no_longer_than_its_unit_allows(project: Project) -> None:
 
 
 def test_install_writes_where_systemd_looks_and_only_over_its_own(
-    project: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_job(project)
     app, units = App(), project.folder / "units"
@@ -184,8 +183,7 @@ def test_install_writes_where_systemd_looks_and_only_over_its_own(
 
     def install(job: str | None = "sync", *, force: bool = False) -> str:
         asked["tick"] = job is None
-        assert unit_command(app, job=job, install=True, force=force, **asked) == ExitCode.DONE
-        return capfd.readouterr().out
+        return unit_command(app, job=job, install=True, force=force, **asked).text
 
     shown = install()
     names = ["batchrun-shop-sync.service", "batchrun-shop-sync.timer"]
@@ -290,7 +288,7 @@ def test_two_folders_of_one_name_have_units_of_their_own(
     for path in (*paths, *paths):
         app = App()
         app.take(str(path))
-        assert unit_command(app, job="sync", install=True, force=True, **asked) == ExitCode.DONE
+        unit_command(app, job="sync", install=True, force=True, **asked)
     texts = {path.name: path.read_text() for path in units.glob("*.service")}
     (first, own), second = sorted(texts, key=len), "batchrun-shop-sync.service"
     assert first == second
