@@ -16474,7 +16474,8 @@ class Console:
     """Where a command's words go; a Watcher of supervisors."""
 
     def __init__(self, host: Host) -> None:
-        self.as_json = False  # results are JSON, and what happens is JSON lines
+        self.as_json = False  # results are JSON
+        self.as_lines = False  # what happens is JSON too, in lines before the result
         self.quiet = False  # only results and letters
         self.verbose = False  # plain lines about what happens, also on a terminal
         self.tells = False  # say in words what happens, whoever reads it; without progress
@@ -16517,14 +16518,14 @@ class Console:
 
     def say(self, text: str) -> None:
         """Show one line about what happens."""
-        if self.as_json:
+        if self.as_lines:
             write_line(1, json.dumps({"type": "said", "text": mask_secrets(text)}))
         elif self.tells or self.live or self.plain:
             self._tell(text, WARNING if text.startswith("warning: ") else NEWS)
 
     def warn(self, text: str) -> None:
         """Show one line whoever reads; it is no letter, and nothing has ended by it."""
-        if self.as_json:
+        if self.as_lines:
             self.say(text)
         else:
             self._tell(text, WARNING)
@@ -16542,7 +16543,7 @@ class Console:
         tenth = 10 * run.read // run.expected if run.expected else 0
         if tenth > self._written[0] or now > max(began, self._written[1]) + PLAIN_LINE_EVERY_S:
             self._written = (tenth, now)
-            if self.as_json:
+            if self.as_lines:
                 document = {"type": "progress", "run": run.id, "read": run.read}
                 document |= {"expected": run.expected, "records_per_s": round(rate, 1)}
                 write_line(1, json.dumps(document))
@@ -16647,6 +16648,7 @@ class App:
     def supervise(self, launch: Launch) -> Outcome:
         """Run a job to its end, write how it ended, and tell whoever is to be told."""
         self.require_trusted()
+        self.console.as_lines = self.console.as_json
         try:
             outcome = self._supervise(launch)
         except (Busy, MaintenanceOn):
@@ -16798,6 +16800,7 @@ def worst_of(codes: Iterable[ExitCode]) -> ExitCode:
 
 def tick(app: App) -> ExitCode:
     """Go on with every run that is due, one after another; 0 if none was, else the worst end."""
+    app.console.as_lines = app.console.as_json
     app.tell(ticks=True)
     try:
         with app.ledger(write=True) as ledger:

@@ -67,6 +67,23 @@ def test_wait_returns_when_the_run_has_stopped_and_its_lock_is_free(
     project.finish(process)
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "name"),
+    [(("pause", "sync", "--wait"), 0, "state"), (("drain", "--deadline", "2m"), 0, "adds_up")],
+)
+def test_who_waits_with_json_writes_one_document_and_says_the_rest_on_stderr(
+    project: Project, words: tuple[str, ...], code: int, name: str
+) -> None:
+    write_job(project, "hold('go')")
+    process = start_held(project)
+    waiting = project.start("--json", *words)
+    wait_for(lambda: "waiting for " in error_output(project, waiting), "what it waits for")
+    let_go(project)
+    ended = project.finish(waiting)
+    assert (ended.code, name in ended.document) == (code, True)
+    project.finish(process)
+
+
 def test_wait_goes_on_to_stop_a_run_whose_owner_dies(project: Project) -> None:
     write_job(project, "hold('go')")
     process = start_held(project)
