@@ -12924,10 +12924,7 @@ def troubles(
     for job in config.jobs.values():
         name, run = job.name, ledger.unfinished(job.name)
         if run and (found := run_trouble(config, ledger, run, host)):
-            asked = ledger.open_question(run)
-            about = f"{run.id} {run.number} {run.reason} {asked.name if asked else ''}".strip()
-            kind, why, todo = found
-            yield Alert(kind, about, name, run.id, f"{name}: run {run.id} {why}", todo)
+            yield found
         if why := late(ledger, job, host, lockfile):
             todo = f"batchrun status {name}"
             yield Alert("late", name, name, None, f"{name} is late: {why}.", todo)
@@ -12936,26 +12933,28 @@ def troubles(
         yield Alert("overdue", "maintenance", None, None, why, "batchrun maintenance off")
 
 
-def run_trouble(
-    config: Config, ledger: Ledger, run: Run, host: Host
-) -> tuple[str, str, str] | None:
-    """Return the trouble of an unfinished run: its kind, why, and what to type."""
-    if stuck := stalled(ledger, config.job(run.job), run, host):
-        return "stalled", f"is stalled: {stuck.what}.\n{stuck.why}", stuck.todo
-    stands, last = standing(ledger, run, host), ledger.last_attempt(run)
+def run_trouble(config: Config, ledger: Ledger, run: Run, host: Host) -> Alert | None:
+    """Return what people may be told of an unfinished run."""
+    stands: Finding | Standing = standing(ledger, run, host)
+    at, last = (run.state, run.reason), ledger.last_attempt(run)
+    refused = run.state == RunState.INTERRUPTED and last and last.ending == Ending.REFUSED
     age_s = seconds_between(run.changed_at, host.now())
-    kinds = {
-        "failed": run.state == RunState.FAILED,
-        "awaiting": situation(ledger, run) in NEEDS_A_PERSON
-        or (run.state, run.reason) == (RunState.PAUSED, Reason.RETRY)
-        or (run.state == RunState.INTERRUPTED and last and last.ending == Ending.REFUSED),
-        "paused": (run.state, run.reason) == (RunState.PAUSED, Reason.HEALTH)
-        and age_s > config.alerts.paused_after_s,
-    }
-    words = {"failed": "failed", "awaiting": "needs a person"}
-    words["paused"] = f"is paused by health for {duration_text(age_s)}"
-    kind = next((kind for kind, applies in kinds.items() if applies), None)
-    return (kind, f"{words[kind]}.\n{stands.why}".strip(), stands.todo) if kind else None
+    if stuck := stalled(ledger, config.job(run.job), run, host):
+        kind, what, stands = "stalled", f"is stalled: {stuck.what}", stuck
+    elif run.state == RunState.FAILED:
+        kind, what = "failed", "failed"
+    elif (
+        situation(ledger, run) in NEEDS_A_PERSON or at == (RunState.PAUSED, Reason.RETRY) or refused
+    ):
+        kind, what = "awaiting", "needs a person"
+    elif at == (RunState.PAUSED, Reason.HEALTH) and age_s > config.alerts.paused_after_s:
+        kind, what = "paused", f"is paused by health for {duration_text(age_s)}"
+    else:
+        return None
+    asked = ledger.open_question(run)
+    about = f"{run.id} {run.number} {run.reason} {asked.name if asked else ''}".strip()
+    why = f"{run.job}: run {run.id} {what}.\n{stands.why}".strip()
+    return Alert(kind, about, run.job, run.id, why, stands.todo)
 
 
 @contextlib.contextmanager
@@ -12967,9 +12966,6 @@ def in_no_way() -> Iterator[None]:
         raise
     except (StateDirectoryError, Busy, OSError):
         pass
-
-
-NOT_OVERDUE = "Maintenance is not overdue any more."
 
 
 class Alerts:
@@ -13013,10 +13009,10 @@ class Alerts:
 
     def _recovered(self, job: str | None, over: Sequence[Alert]) -> Alert:
         """Return that a job has succeeded after alerts, or that maintenance is over."""
-        mine = [alert for alert in over if alert.job == job]
-        run = self._ledger.last_success(job) if job else None
-        why = f"{job} has recovered: run {run.id} succeeded." if run else NOT_OVERDUE
-        told = ", ".join(f"{alert.kind} since {alert.at}" for alert in mine)
+        told = ", ".join(f"{alert.kind} since {alert.at}" for alert in over if alert.job == job)
+        run, why = None, "Maintenance is not overdue any more."
+        if job and (run := self._ledger.last_success(job)):
+            why = f"{job} has recovered: run {run.id} succeeded."
         about = job or "maintenance"
         return Alert("recovered", about, job, run and run.id, f"{why}\nIt was {told}.")
 
@@ -13082,9 +13078,6 @@ def ping_of(run: Run | None, launch: Launch, code: ExitCode) -> list[Alert]:
     return [Alert("ping fail", job, job, name, f"{job}: exit {int(code)}.")] if failed else []
 
 
-# -- one job's run, from a start to its rest -----------------------------------------------------
-
-
 def sent_tests(config: Config, job: str | None, host: Host) -> Iterator[Examined]:
     """Send a test by every way that is configured, and yield what came back."""
     why = "This is a test of batchrun's alerts; nothing is wrong."
@@ -13102,6 +13095,9 @@ def sent_tests(config: Config, job: str | None, host: Host) -> Iterator[Examined
     if not needs:
         means = "only exit codes, status and metrics tell"
         yield Examined("alerts", "[alerts]", Wellness.UNKNOWN, "names no way", means, 0.0)
+
+
+# -- one job's run, from a start to its rest -----------------------------------------------------
 
 
 class Launch(NamedTuple):
