@@ -13282,11 +13282,11 @@ class Supervisor:
 
     def _defer(self, refusal: MaintenanceOn) -> Outcome:
         """Store the start durably, under the job's lock, and say so only then."""
-        if self._lock.descriptor < 0 and not self._take_lock_to_defer():
+        if self._lock.descriptor < 0 and not self._take_lock(defers=True):
             return Outcome(self._stops.exit_code())
         before, launch = self._ledger.unfinished(self._launch.job), self._launch
         start = self._start()._replace(require_admission=self._state.maintenance.find)
-        if before is None and not launch.only_resume and (skipped := self._skipped(None)):
+        if before is None and (skipped := self._skipped(None)):
             return skipped
         if before and before.state != RunState.WAITING and launch.fresh and start.fresh:
             raise self._not_deferred(before, refusal)
@@ -13308,34 +13308,26 @@ class Supervisor:
             todo=f"Give the run up, then type this again: batchrun cancel {run.id}",
         )
 
-    def _take_lock_to_defer(self) -> bool:
-        """Take the job's lock; wait a little for another start that is turned away just now."""
-        until = self._host.monotonic() + DEFER_WAIT_S
-        self._stops.look()
-        while not self._stops.count and self._host.monotonic() < until:
-            if self._lock.acquire():
-                return True
-            run = self._ledger.unfinished(self._launch.job)
-            if run and (run.state in OWNED or run.checks_at):
-                break
-            self._stops.wait(WATCH_INTERVAL_S)
-        return self._take_lock()
-
-    def _take_lock(self) -> bool:
+    def _take_lock(self, *, defers: bool = False) -> bool:
         """Take the job's lock; wait only for an orphaned worker that commits its last batch.
+
+        Who defers waits a little, too, for another start that is turned away just now.
 
         Returns:
             False if a stop was asked for while waiting.
         """
-        until, told = self._host.monotonic() + self._job_config.stop_grace_s, False
+        began_s, told = self._host.monotonic(), False
         self._stops.look()
         while not self._stops.count and not self._lock.acquire():
+            waited_s = self._host.monotonic() - began_s
             run = self._ledger.unfinished(self._launch.job)
             attempt = self._ledger.last_attempt(run) if run else None
-            orphaned = attempt is not None and not self._host.is_alive(attempt.supervisor)
-            if not orphaned or self._host.monotonic() > until:
+            is_owned = run is not None and (run.state in OWNED or run.checks_at)
+            is_orphaned = attempt is not None and not self._host.is_alive(attempt.supervisor)
+            is_brief = defers and not is_owned and waited_s < DEFER_WAIT_S
+            if not is_brief and (not is_orphaned or waited_s > self._job_config.stop_grace_s):
                 raise self._busy(attempt)
-            if not told:
+            if not is_brief and not told:
                 owners = ", ".join(map(str, self._lock.owners(self._host)))
                 said = f"waiting for pid {owners}, which a killed supervisor left behind"
                 self._watcher.say(said)
@@ -13377,34 +13369,23 @@ class Supervisor:
         """Make attempts until the run is not kept any more, also of a run begun anew."""
         if (cancelled := self._to_cancel()) is not None:
             return self._clean_and_cancel(cancelled)
-        unfinished = self._ledger.unfinished(self._launch.job)
-        if self._launch.only_resume and unfinished is None:
-            return Outcome(ExitCode.DONE, self._ledger.latest(self._launch.job))
-        if (skipped := self._skipped(unfinished)) is not None:
+        if skipped := self._skipped(self._ledger.unfinished(self._launch.job)):
             return skipped
         outcome = self._attempt(self._admit())
         while (run := outcome.run) is not None:
             kept = run.state == RunState.RESERVED or run.checks_at
             if kept and not self._launch.in_process:
                 outcome = self._attempt_again(run)
-            elif run.fresh_in_a_row < self._job_config.max_fresh and self._found_another_source(
-                run
-            ):
+            elif not self._found_another_source(run):
+                break
+            elif run.fresh_in_a_row >= self._job_config.max_fresh:
+                return self._too_many_fresh(run)
+            else:
                 reason, in_a_row = "its source changed", run.fresh_in_a_row + 1
                 self._watcher.say(f"run {run.id} is cancelled, {reason}; a new one begins")
                 self._anew = {"fresh": True, "fresh_reason": reason, "fresh_in_a_row": in_a_row}
                 outcome = self._attempt(self._admit())
-            else:
-                break
-        return self._unless_more_is_to_do(outcome)
-
-    def _unless_more_is_to_do(self, outcome: Outcome) -> Outcome:
-        """Return the end of a run, or what follows it: a whole run, or a letter."""
-        if outcome.run is not None and self._found_another_source(outcome.run):
-            return self._too_many_fresh(outcome.run)
-        if self._was_no_whole_run(outcome):
-            return self._run_until_done()
-        return outcome
+        return self._run_until_done() if self._was_no_whole_run(outcome) else outcome
 
     def _too_many_fresh(self, run: Run) -> Outcome:
         what = f"The source of {run.job} changed {run.fresh_in_a_row + 1} times in a row."
@@ -13420,12 +13401,15 @@ class Supervisor:
         return bool(wanted and ended and not self._stops.count)
 
     def _skipped(self, unfinished: Run | None) -> Outcome | None:
-        """End a start that would begin a run in a period that has its success already.
+        """End a start that finds nothing to go on with, or whose period has its success already.
 
         A run that waits has not begun: it is cancelled, with the same words.
         """
-        waits = unfinished is not None and unfinished.state == RunState.WAITING
-        if (unfinished and not waits) or not (said := self._succeeded_in_this_period(unfinished)):
+        if self._launch.only_resume and unfinished is None:
+            return Outcome(ExitCode.DONE, self._ledger.latest(self._launch.job))
+        if unfinished is not None and unfinished.state != RunState.WAITING:
+            return None
+        if not (said := self._succeeded_in_this_period(unfinished)):
             return None
         self._ledger.note(self._who, "skipped: once per period", said, job=self._launch.job)
         self._watcher.say(said)
@@ -13642,7 +13626,6 @@ class Supervisor:
     def _attempt(self, admission: Admission) -> Outcome:
         """Run one worker to its end and make the run's edge from what it recorded."""
         run, generation = admission.run, admission.generation
-        self._began_with.setdefault(run.key, run.batches)
         self._launch = with_deferred(self._launch, admission.deferred)
         for line in admission.said:
             self._watcher.say(line)
@@ -13655,29 +13638,38 @@ class Supervisor:
         if self._launch.in_process:
             return self._attempt_in_process(admission, order)
         self._alerts.ping(run)
-        self._nothing_lives = False
-        try:
-            worker = WorkerProcess(order, self._open_log(run), run, self._host)
-        except BatchrunError as refusal:
-            self._nothing_lives = True
-            seen = letter_end(refusal)._replace(ending=Ending.DIED)
+        seen, worker = self._work(order, run)
+        if worker is None:
             return self._outcome(self._ledger.settle(run, generation, seen))
-        self._watch(worker, run)
-        self._nothing_lives = worker.end_group()
-        run = self._settle(worker, run, generation)
+        run = self._settle(worker, run, generation, seen)
         if run.state == RunState.RESERVED and not self._nothing_lives:
             run = self._ledger.rest(run, Reason.RETRY, "What its worker left behind still lives.")
         self._watcher.progress(run)
         return self._outcome(run)
 
-    def _settle(self, worker: WorkerProcess, run: Run, generation: int) -> Run:
+    def _work(self, order: Order, run: Run) -> tuple[AttemptEnd, WorkerProcess | None]:
+        """See a worker through to the end of all that it started; None if it could not start.
+
+        The end is what is to be recorded where it has recorded none.
+        """
+        self._nothing_lives = False
+        try:
+            worker = WorkerProcess(order, self._open_log(run), run, self._host)
+        except BatchrunError as refusal:
+            self._nothing_lives = True
+            return letter_end(refusal)._replace(ending=Ending.DIED), None
+        self._watch(worker, run)
+        self._nothing_lives = worker.end_group()
+        run = self._ledger.run(run.key)
+        return worker.seen_end(run, self._ledger.called_cleanup(run)), worker
+
+    def _settle(self, worker: WorkerProcess, run: Run, generation: int, seen: AttemptEnd) -> Run:
         """Make the run's edge; what follows is said only when the write lock is given back."""
-        ended = {"signal": worker.ended_by, "peak_rss_bytes": worker.peak_rss_bytes}
-        called = self._ledger.called_cleanup(self._ledger.run(run.key))
-        seen = worker.seen_end(self._ledger.run(run.key), called)
-        excused = self._look_for_cause(run, generation, seen) or called is not None
+        was_at_cleanup = self._ledger.called_cleanup(self._ledger.run(run.key)) is not None
+        excused = self._look_for_cause(run, generation, seen) or was_at_cleanup
         decide = functools.partial(self._decide, unwell=worker.unwell)
-        run = self._ledger.settle(run, generation, seen, decide, excused=excused, **ended)
+        how = worker.diagnosis
+        run = self._ledger.settle(run, generation, seen, decide, excused=excused, **how)
         if self._follows:
             self._watcher.say(self._follows)
             self._follows = ""
@@ -13693,18 +13685,11 @@ class Supervisor:
 
     def _clean_and_cancel(self, run: Run) -> Outcome:
         """Let a worker call what is pending of a run's job; then cancel the run if that is due."""
-        ledger, host = self._ledger, self._host
+        ledger = self._ledger
         generation = ledger.begin_cleaning(run, self._me, self._who)
-        order, ended = self._order(run, generation)._replace(cleans=True), {}
-        self._nothing_lives = False
-        try:
-            worker = WorkerProcess(order, self._open_log(run), run, host)
-            self._watch(worker, ledger.run(run.key))
-            self._nothing_lives = worker.end_group()
-            seen = worker.seen_end(run, ledger.called_cleanup(ledger.run(run.key)))
-            ended = {"signal": worker.ended_by, "peak_rss_bytes": worker.peak_rss_bytes}
-        except BatchrunError as refusal:
-            self._nothing_lives, seen = True, letter_end(refusal)
+        run = ledger.run(run.key)
+        seen, worker = self._work(self._order(run, generation)._replace(cleans=True), run)
+        ended = worker.diagnosis if worker else {}
         run = ledger.end_cleaning(run, generation, seen, self._who, **ended)
         attempt = cast("Attempt", ledger.last_attempt(run))
         if not any(cleanup.run == run.id for cleanup in ledger.pending_cleanups(run.job)):
@@ -13714,7 +13699,8 @@ class Supervisor:
         return Outcome(ExitCode.FINDINGS, run, letter)
 
     def _order(self, run: Run, generation: int) -> Order:
-        launch = self._launch
+        launch, began_with = self._launch, self._began_with.setdefault(run.key, run.batches)
+        left = launch.batches and max(0, launch.batches - (run.batches - began_with))
         return Order(
             config=str(self._config.path),
             job=run.job,
@@ -13722,16 +13708,8 @@ class Supervisor:
             generation=generation,
             lock=self._lock.descriptor,
             supervisor=os.getppid() if launch.in_process else os.getpid(),
-            batches=self._batches_left(run),
+            batches=left,
             acceptances=list(launch.acceptances),
-        )
-
-    def _batches_left(self, run: Run) -> int | None:
-        """Return how many batches of those that were asked for are still to be done."""
-        if self._launch.batches is None:
-            return None
-        return max(
-            0, self._launch.batches - (run.batches - self._began_with.get(run.key, run.batches))
         )
 
     def _attempt_in_process(self, admission: Admission, order: Order) -> Outcome:
@@ -13763,22 +13741,20 @@ class Supervisor:
 
     def _watch(self, worker: WorkerProcess, run: Run) -> None:
         """Wait for the worker, look after its health, pass stops on to it, show what it does."""
-        ended, generation = False, run.generation
-        while not ended:
-            ended = worker.has_ended()
+        generation = run.generation
+        while not worker.has_ended():
             self._say_what_is_new(run)
-            if not ended:
-                run = self._ledger.run(run.key)
-                self._watcher.progress(run)
-                self._show(doing_text(run, self._stops.count))
-                self._stops.wait(WATCH_INTERVAL_S)
-                self._alerts.poll()
-                if run.state in OWNED:
-                    self._look_after(worker, run, generation)
-                releases_until = self._ledger.releases_until(run)
-                self._pass_stops_on(worker, releases_until)
-                releases = releases_until is not None
-                self._limit_batch(worker, self._ledger.run(run.key), releases=releases)
+            run = self._ledger.run(run.key)
+            self._watcher.progress(run)
+            self._show(doing_text(run, self._stops.count))
+            self._alerts.poll()
+            if run.state in OWNED:
+                self._look_after(worker, run, generation)
+            releases_until = self._ledger.releases_until(run)
+            self._pass_stops_on(worker, releases_until)
+            self._limit_batch(worker, run, releases=releases_until is not None)
+            self._stops.wait(WATCH_INTERVAL_S)
+        self._say_what_is_new(run)
         self._health.end()
         self._alerts.end()
 
@@ -13811,10 +13787,10 @@ class Supervisor:
         stops = self._stops.count or int(bool(worker.unwell))
         waited_s = max(self._stops.waited_s(), worker.unwell_s(self._host.monotonic()))
         grace_s, cleans = self._job_config.stop_grace_s, releases_until is not None
-        more_s = min(grace_s, KILL_AFTER_INTERRUPT_S)
-        left_s = grace_s - waited_s + more_s
+        left_s = grace_s - waited_s
         if releases_until is not None:
-            left_s = releases_until - self._host.monotonic() + more_s
+            left_s = releases_until - self._host.monotonic()
+        left_s += min(grace_s, KILL_AFTER_INTERRUPT_S)
         if self._stops.count:
             self._host.systemd.extend(left_s + 2 * ORPHAN_GRACE_S)
         if cleans and left_s < 0:
@@ -14079,7 +14055,7 @@ class WorkerProcess:
         import subprocess  # 25 ms, supervisors only
 
         self._host, self._asked = host, 0
-        self._exit, self.peak_rss_bytes = 0, 0
+        self._exit, self._peak_rss_bytes = 0, 0
         self.killed_for = "The worker did not stop when it was asked to, and was killed."
         self.overdue: LateBatch | None = None
         self.unwell, self.unwell_at = "", 0.0  # why it is to stop for the sake of health, and when
@@ -14117,13 +14093,14 @@ class WorkerProcess:
         pid, status, usage = os.wait4(self.pid, os.WNOHANG)
         if pid:
             self._exit = self._process.returncode = os.waitstatus_to_exitcode(status)
-            self.peak_rss_bytes = usage.ru_maxrss * 1024
+            self._peak_rss_bytes = usage.ru_maxrss * 1024
         return bool(pid)
 
     @property
-    def ended_by(self) -> int | None:
-        """The signal that ended the worker, if one did."""
-        return -self._exit if self._exit < 0 else None
+    def diagnosis(self) -> dict[str, int | None]:
+        """The signal that ended the worker, if one did, and its peak of memory."""
+        ended_by = -self._exit if self._exit < 0 else None
+        return {"signal": ended_by, "peak_rss_bytes": self._peak_rss_bytes}
 
     def ask(self, number: signal.Signals) -> None:
         """Send a signal to the worker, once each, and only ever a stronger one."""
@@ -14190,7 +14167,7 @@ class WorkerProcess:
 
     def _went_away(self) -> str:
         """Return how the worker died, with its peak of memory."""
-        peak = f"peak {size_text(self.peak_rss_bytes)}"
+        peak = f"peak {size_text(self._peak_rss_bytes)}"
         if self._exit >= 0:
             return f"The worker left with exit code {self._exit} and no ending ({peak})"
         names = {number.value: number.name for number in signal.Signals}
