@@ -14191,6 +14191,23 @@ WAIT_LIMIT_S = 3600.0
 LOCK_LIMIT_S = 10.0  # for the lock to be free after the KILL
 
 
+@contextlib.contextmanager
+def holding(lock: JobLock) -> Iterator[bool]:
+    """Hold a job's lock for a moment, if nobody else does; gives whether it is held."""
+    is_held = lock.acquire()
+    try:
+        yield is_held
+    finally:
+        if is_held:
+            lock.release()
+
+
+def is_owned(state: StateDirectory, job: str) -> bool:
+    """Tell whether some process holds a job's lock at this moment."""
+    with holding(JobLock(state.lock_path(job))) as was_free:
+        return not was_free
+
+
 class Stopper:
     """Pauses or cancels one run that another process may own."""
 
@@ -14203,10 +14220,10 @@ class Stopper:
 
     def stop(self) -> bool:
         """Stop the run at once if nobody owns it, else ask for it; tell whether it is done."""
-        if self._stop_idle():
-            return True
-        self._ledger.request(self._run, self._request, self._who)
-        return False
+        is_done = self._stop_idle()
+        if not is_done:
+            self._ledger.request(self._run, self._request, self._who)
+        return is_done
 
     @property
     def _run(self) -> Run:
@@ -14214,26 +14231,19 @@ class Stopper:
 
     def _stop_idle(self) -> bool:
         """Stop the run if its lock is free."""
-        if not self._lock.acquire():
-            return False
-        try:
-            if self._request == Request.CANCEL:
+        with holding(self._lock) as is_idle:
+            if is_idle and self._request == Request.CANCEL:
                 self._ledger.cancel(self._run, self._who, "a person decided so")
-            else:
+            elif is_idle:
                 self._ledger.pause(self._run, self._who)
-        finally:
-            self._lock.release()
-        return True
+        return is_idle
 
     def wait(
         self, host: Host, say: Callable[[str], None], *, kill_after_s: float | None = None
     ) -> None:
-        """Wait until the run has stopped and its lock is free; end its owners, if asked to.
+        """Wait until the run has stopped and its lock is free; `say` tells for whom.
 
-        Args:
-            host: the machine.
-            say: shows one line, when there is something new to wait for.
-            kill_after_s: the time between TERM and KILL; without it the owners are left alone.
+        `kill_after_s` is the time between TERM and KILL; without it the owners are left alone.
 
         Raises:
             Busy: it did not stop within the limit; what was asked for stands.
@@ -14304,12 +14314,11 @@ class Stopper:
 
 
 class Answered(NamedTuple):
-    """An operation of unknown outcome, and what is known of it now."""
+    """An operation of unknown outcome, and what would be, or was, recorded of it."""
 
     operation: Operation
     run: Run
-    told: Told | None  # what would be, or was, recorded; None: nobody has said anything
-    why: str = ""  # nothing can be said
+    told: Told  # without an outcome: maybe why nobody can tell
 
 
 class Reconciler:
@@ -14329,7 +14338,7 @@ class Reconciler:
         """Return the operations of unknown outcome, of a run or of all."""
         runs = [run] if run else [found for found, _ in self._ledger.runs_with_open_operations()]
         return [
-            Answered(operation, each, None, operation.why or "")
+            Answered(operation, each, Told(operation.id, None))
             for each in runs
             for operation in self._ledger.open_operations(each)
         ]
@@ -14342,60 +14351,54 @@ class Reconciler:
         Raises:
             Busy: a job of which a person has answered is running; nothing was changed.
         """
-        known = {row.operation.id: row for row in rows}
+        told = {row.operation.id: row.told for row in rows}
         with contextlib.ExitStack() as held:
-            for job in sorted({row.run.job for row in rows if lookup or row.told}):
+            for job in sorted({row.run.job for row in rows if lookup or row.told.outcome}):
                 mine = [row for row in rows if row.run.job == job]
+                asked = [row.operation for row in mine if lookup and not row.told.outcome]
                 try:
                     if applies:
                         held.enter_context(self._owning(job, who))
-                    asked = [row for row in mine if lookup and row.told is None]
-                    found = self._looked_up(job, asked, settled=applies) if asked else []
+                    told |= self._looked_up(job, asked, settled=applies) if asked else {}
                 except Busy as error:
-                    if any(row.told for row in mine):
+                    if len(asked) < len(mine):
                         raise
-                    found = [row._replace(why=error.what) for row in mine]
-                known |= {row.operation.id: row for row in found}
-            for row in known.values():
-                if applies and row.told:
+                    told |= {row.id: Told(row.id, None, why=error.what) for row in asked}
+            rows = [row._replace(told=told[row.operation.id]) for row in rows]
+            for row in rows:
+                if applies and row.told.outcome:
                     self._ledger.answer(row.operation, row.told, who)
-        return list(known.values())
+        return rows
 
     @contextlib.contextmanager
     def _owning(self, job: str, who: str) -> Iterator[None]:
         """Hold a job's lock, so that no claimant is left; Busy if somebody else has it."""
-        lock = JobLock(self._state.lock_path(job))
-        if not lock.acquire():
-            raise Busy(
-                f"{job} is running, and finds out by itself.",
-                unchanged="Nothing was changed.",
-                todo=f"See: batchrun status {job}",
-            )
-        try:
+        with holding(JobLock(self._state.lock_path(job))) as is_held:
+            if not is_held:
+                raise Busy(
+                    f"{job} is running, and finds out by itself.",
+                    unchanged="Nothing was changed.",
+                    todo=f"See: batchrun status {job}",
+                )
             if run := self._ledger.unfinished(job):
                 self._ledger.settle_left(run, who)
             yield
-        finally:
-            lock.release()
 
-    def _looked_up(self, job: str, rows: list[Answered], *, settled: bool) -> list[Answered]:
-        """Return what the destination says of operations; `settled` waits until absent is true."""
-        rows, options = self._asked(job, rows), self._config.job(job)
-        absent = [row for row in rows if row.told and row.told.outcome == FREED]
+    def _looked_up(self, job: str, rows: list[Operation], *, settled: bool) -> dict[int, Told]:
+        """Return, by id, what is known after lookups; `settled` waits until absent is true."""
+        told, settle_s = self._asked(job, rows), self._config.job(job).settle_s
+        absent = [row for row in rows if told[row.id].outcome == FREED]
         if settled and absent:
-            self._say(f"{job}: {len(absent)} are absent; asked again in {options.settle_s:g} s")
-            until = self._host.monotonic() + options.settle_s
-            while (left_s := until - self._host.monotonic()) > 0:
-                self._host.sleep(min(left_s, WATCH_INTERVAL_S))
-            again = {row.operation.id: row for row in self._asked(job, absent)}
-            rows = [again.get(row.operation.id, row) for row in rows]
-        return rows
+            self._say(f"{job}: {len(absent)} are absent; asked again in {settle_s:g} s")
+            self._host.sleep(settle_s)
+            told |= self._asked(job, absent)
+        return told
 
-    def _asked(self, job: str, rows: list[Answered]) -> list[Answered]:
+    def _asked(self, job: str, rows: list[Operation]) -> dict[int, Told]:
         """Return what the job's lookups say, called in a process of their own."""
         import subprocess
 
-        asked = [(r.operation.key, r.operation.lookup) for r in rows if r.operation.lookup]
+        asked = [(row.key, row.lookup) for row in rows if row.lookup]
         order = json.dumps([str(self._config.path), job, asked])
         limit_s = PROBE_START_S + len(asked) * (self._config.job(job).call_timeout_s + 1)
         answers: dict[str, list[Any]] = {}
@@ -14406,20 +14409,22 @@ class Reconciler:
             ended = subprocess.run(words, input=order, check=False, **ways)
             answers = {key: answer for key, *answer in map(json.loads, ended.stdout.splitlines())}
             cut = "its process ended during the call"
-        return [
-            self._answered(row, answers.get(row.operation.key, [None, None, cut])) for row in rows
-        ]
+        none = [None, None, cut]
+        return {row.id: told_by_lookup(row, *answers.get(row.key, none)) for row in rows}
 
-    def _answered(self, row: Answered, answer: list[Any]) -> Answered:
-        if not row.operation.lookup:
-            why = "its lookup is no plain function, so only the job itself can ask"
-            if row.operation.lookup is None:
-                why = "it has no lookup, so only a person can tell"
-            return row._replace(why=f"{row.why}\n{why}".strip())
-        outcome, receipt, why = answer
-        if outcome is None:
-            return row._replace(told=None, why=f"cannot tell: {mask_secrets(why)}")
-        return row._replace(told=Told(row.operation.id, outcome, receipt, "lookup"))
+
+def told_by_lookup(
+    operation: Operation, outcome: str | None, receipt: str | None, why: str
+) -> Told:
+    """Return what a lookup says of an operation, or why nobody but a person or the job can."""
+    if outcome:
+        return Told(operation.id, outcome, receipt, "lookup")
+    if operation.lookup:
+        return Told(operation.id, None, why=f"cannot tell: {mask_secrets(why)}")
+    why = "its lookup is no plain function, so only the job itself can ask"
+    if operation.lookup is None:
+        why = "it has no lookup, so only a person can tell"
+    return Told(operation.id, None, why=f"{operation.why or ''}\n{why}".strip())
 
 
 def by_person(
@@ -14438,10 +14443,10 @@ def by_person(
         for row in (row for key in keys for row in meant_by(rows, key, of_run=of_run)):
             if outcomes.setdefault(row.operation.id, outcome) != outcome:
                 raise half_answer(f"{row.operation.key!r} is confirmed and absent.")
-    if told.receipt and len([o for o in outcomes.values() if o == CONFIRMED]) != 1:
+    if told.receipt and [*outcomes.values()].count(CONFIRMED) != 1:
         raise half_answer("--receipt is for one --confirm.")
     answers = {row: told._replace(id=row, outcome=outcome) for row, outcome in outcomes.items()}
-    return [row._replace(told=answers.get(row.operation.id)) for row in rows]
+    return [row._replace(told=answers.get(row.operation.id, row.told)) for row in rows]
 
 
 def meant_by(rows: list[Answered], key: str, *, of_run: bool) -> list[Answered]:
@@ -14611,17 +14616,15 @@ class Drainer:
     def _is_free(self, run: Run) -> bool:
         """Tell whether nobody can write to a run any more; its lock is the proof."""
         run, attempt = self._ledger.run(run.key), self._ledger.last_attempt(run)
-        if run.key in self._free or attempt is None:
+        if attempt is None:
             return True
-        lock = JobLock(self._state.lock_path(run.job))
-        if living_owners(run, attempt, self._host) or not lock.acquire():
+        if living_owners(run, attempt, self._host):
             return False
-        try:
-            self._ledger.settle_left(run, self._who)
-        finally:
-            lock.release()
-        self._free.add(run.key)
-        return True
+        with holding(JobLock(self._state.lock_path(run.job))) as is_free:
+            if is_free:
+                self._ledger.settle_left(run, self._who)
+                self._free.add(run.key)
+        return is_free
 
     # -- while it waits ------------------------------------------------------------------------
 
@@ -14785,15 +14788,6 @@ def due_text(
     return f", which take {took_s:.1f} s each, {due}"
 
 
-def is_owned(state: StateDirectory, job: str) -> bool:
-    """Tell whether some process holds a job's lock at this moment."""
-    lock = JobLock(state.lock_path(job))
-    is_free = lock.acquire()
-    if is_free:
-        lock.release()
-    return not is_free
-
-
 # ======================================================================================
 # 13. Reports: rows to text, JSON, Markdown and HTML; units of systemd and cron; pure
 # ======================================================================================
@@ -14864,11 +14858,11 @@ def summarise_answered(row: Answered, *, applied: bool) -> dict[str, Any]:
         "commit": operation.number,
         "claimed_at": operation.claimed_at,
         "can_look_up": bool(operation.lookup),
-        "outcome": told and told.outcome,
-        "receipt": told and told.receipt and json.loads(told.receipt),
-        "who": told and told.who,
-        "why": (told and told.why) or row.why,
-        "applied": applied and told is not None,
+        "outcome": told.outcome,
+        "receipt": told.receipt and json.loads(told.receipt),
+        "who": told.who,
+        "why": told.why or operation.why or "",
+        "applied": applied and told.outcome is not None,
     }
 
 
