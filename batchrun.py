@@ -12841,10 +12841,9 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #              while a batch was open, and the supervisor, alive, had not asked for it; or it did
 #              not commit within batch_timeout
 #   not        stops, and what a job or its worker does once one was asked for; recycling, lost
-#              ownership, letters (a broken contract, disk, a person needed). Nor a death that no
-#              supervisor saw: of two killed together there are the same rows as after a deploy, a
-#              reboot or a power cut. Only an exception that the worker had recorded before is
-#              proof enough, and charged by the next start
+#              ownership, letters. Nor a death that no supervisor saw: killed together they leave
+#              the rows of a deploy or a power cut. Only an exception that the worker had recorded
+#              before is proof enough, and charged by the next start
 #
 #   tried again    after RAISED, if `attempt.retry` says so, after a death and after OVERDUE, with
 #                  waits of 1, 4, 16, ... s and jitter; after RECYCLED at once. In process
@@ -12855,54 +12854,52 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #                  moves it on: a half is followed by another, after that it doubles, up to the
 #                  usual size. Half of one record is 0: the next worker passes that very record
 #                  over, in a commit with read 1 and rejected 1, without calling the job. Not for an
-#                  error to which retry_if says yes (the record did not cause it), nor for one
-#                  outside a batch. It needs a target: only that tells what of a batch was done
-#   poison         max_tries charged, and plan B is not to fail: the run awaits a person. A person's
-#                  `resume` begins to count anew, and so does every start of a failed run. Where the
+#                  error to which retry_if says yes (the record did not cause it), nor outside a
+#                  batch. It needs a target: only that tells what of a batch was done
+#   poison         max_tries charged, and plan B is not to fail: the run awaits a person, whose
+#                  `resume` begins to count anew, as every start of a failed run does. Where the
 #                  outcome of operations is unknown, as of a lookup that fails, it awaits those
 #
 # While a worker runs, health (section 7) is watched. A verdict to pause asks the worker to stop as
 # the first stop does, with the same stop_grace; no try is charged. Then, or where a check follows a
-# failure and says pause, the run is *paused by health*: its worker is gone, its supervisor keeps
-# it and the lock, checks on, and begins the next attempt when it is well. A failure that such a
-# check follows is excused: no try is charged. Past max_pause the run stays paused and a person is
-# told (13); the tick tries again. The time of pauses counts neither for retry_for nor for the rate.
+# failure and says pause (which excuses the failure), the run is *paused by health*: its worker is
+# gone, its supervisor keeps it and the lock, checks on, and begins the next attempt when it is
+# well. Past max_pause the run stays paused and a person is told (13); the tick tries again. The
+# time of pauses counts neither for retry_for nor for the rate.
 # No start waits for a check: a job that cannot work without what it needs fails, and is excused.
 #
 # A supervisor that is killed while it waits leaves the run to the next start, as interrupted.
 # So does an attempt that is refused before its first batch (another version, a file that cannot be
 # imported, other settings): each tick tries it, until what was installed fits again.
-# The admission of every attempt asks whether maintenance closes the job, also of one that a
-# supervisor begins by itself. Where it does, a run that was going on is paused (75); a start is
-# refused (12; 13 once the maintenance is overdue) or deferred (75, once it is stored). A fresh one
-# is not deferred while a run is unfinished: nothing is cancelled behind the barrier. A second one
-# takes nothing away that the first one asked for, but replaces what it asks for itself. What is
+# Every admission asks whether maintenance closes the job. Where it does, a run that was going on is
+# paused (75); a start is refused (12; 13 once the maintenance is overdue) or deferred (75, once it
+# is stored). A fresh one is not deferred while a run is unfinished: nothing is cancelled behind the
+# barrier. A second one replaces what it asks for itself, and takes nothing else away. What is
 # stored begins no run in a period that has its success, and none that a person paused since.
 #
 #   first stop     SIGTERM to the worker: it ends at its next safe point
 #   second stop    SIGUSR1, also when stop_grace is over: the batch is given up and rolled back
 #   third stop     SIGKILL, also 10 s or stop_grace (the less) later: out; the run can be resumed
 #
-# People are told after the run's edge, when the lock is free, by whoever ends: `run`, `resume`, the
-# tick. `Alerts.look` compares what stands with what was raised; `begin` asks one process of probes
-# (section 7) to post and call, which is killed if it hangs. What did not arrive is tried again by
-# whoever comes after its wait. A job's ping of its start is sent beside its first batches.
+# While a worker releases what it holds, the second stop waits and stop_grace does not end it; only
+# the third counts. (The first one is as ever: the job's first line is not reached.) It has
+# `cleanup_timeout` for each release, once more, and 10 s or stop_grace (the less); then it hangs
+# where no time limit reaches, and is killed, stop or no stop; the next attempt calls what it had
+# recorded by cleanup(). Who ends during a cleanup's call charges no batch: none was open.
 #
 # Every wait of a supervisor is `StopCounter.wait`, in a loop: there stops are counted, and systemd
 # hears what is due. In process Ctrl-C is both first and second stop, and raises in the job's own
 # frame only, as SIGUSR1 does; there is no loop then, so no watchdog.
 #
-# While a worker releases what it holds, the second stop waits and stop_grace does not end it; only
-# the third counts. (The first one is as ever: the job's first line is not reached.) It has
-# `cleanup_timeout` for each release, once more, and 10 s or stop_grace (the less); then it hangs
-# where no time limit reaches, and is killed, stop or no stop. What it had recorded by cleanup() is
-# called by the next attempt. A process that ends during a cleanup's call charges no batch: no batch
-# was open.
-#
 # A run with pending cleanups that is to go on no more has one more worker, under a new generation,
 # that calls them and does nothing else; then it is cancelled, whatever came of them. That begins no
 # attempt of the job, so `cancel` does it under maintenance too; the tick waits. A fresh start
 # needs none: the new run's worker calls what is pending of its job, of whatever run.
+#
+# People are told after the run's edge, when the lock is free, by whoever ends: `run`, `resume`, the
+# tick. `Alerts.look` compares what stands with what was raised; `begin` asks one process of probes
+# (section 7) to post and call, which is killed if it hangs. What did not arrive is tried again by
+# whoever comes after its wait. A job's ping of its start is sent beside its first batches.
 
 COUNTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WATCH_INTERVAL_S = 0.2
@@ -13073,9 +13070,9 @@ def ping_of(run: Run | None, launch: Launch, code: ExitCode) -> list[Alert]:
         return []
     if run and run.state == RunState.SUCCEEDED:
         return [Alert("ping success", job, job, name, f"{job} has succeeded.")]
-    failed = code in (ExitCode.FAILED, ExitCode.PERSON_NEEDED)
-    failed |= code in (ExitCode.USAGE, ExitCode.STATE_DIRECTORY)
-    return [Alert("ping fail", job, job, name, f"{job}: exit {int(code)}.")] if failed else []
+    failed = (ExitCode.FAILED, ExitCode.USAGE, ExitCode.STATE_DIRECTORY, ExitCode.PERSON_NEEDED)
+    why = f"{job}: exit {int(code)}."
+    return [Alert("ping fail", job, job, name, why)] if code in failed else []
 
 
 def sent_tests(config: Config, job: str | None, host: Host) -> Iterator[Examined]:
@@ -13124,13 +13121,6 @@ class Launch(NamedTuple):
         return "resume" if self.by_person else "tick"
 
 
-def with_deferred(launch: Launch, deferred: Mapping[str, Any]) -> Launch:
-    """Return a launch that also has what a deferred start asked for, which it begins."""
-    accepted = dict.fromkeys([*launch.acceptances, *deferred.get("acceptances", ())])
-    batches = launch.batches or deferred.get("batches")
-    return launch._replace(acceptances=tuple(accepted), batches=batches)
-
-
 class Outcome(NamedTuple):
     """How a command that runs a job ended: exit code, the run as it stands, a letter if any."""
 
@@ -13151,10 +13141,10 @@ def deferred_letter(before: Run | None, run: Run, refusal: MaintenanceOn) -> str
         refusal.todo if isinstance(refusal, MaintenanceOverdue) else "",
     ]
     if before is not None and before.deferred:
-        was, now = (stored_words(each) for each in (before, run))
+        was, now = stored_words(before), stored_words(run)
         first = "the one that was deferred before"
-        is_same = (before.id, was) == (run.id, now)
         replaced = f"It replaces {first} as run {before.id}: {was}; now {now}."
+        is_same = (before.id, was) == (run.id, now)
         lines += [f"It is the same as {first}." if is_same else replaced]
     if run.overrides:
         lines += ["Its settings are checked by the job's worker, when it begins."]
@@ -13261,7 +13251,10 @@ class Supervisor:
         """
         wanted = self._launch.when_blocked or self._job_config.when_blocked
         run = self._ledger.unfinished(self._launch.job)
-        is_ours = run is not None and self._has_begun(run)
+        is_ours = run is not None and any(  # and was not turned away itself
+            attempt.supervisor == self._me and attempt.reason != Reason.MAINTENANCE
+            for attempt in self._ledger.attempts(run)
+        )
         if wanted == "defer" and (self._anew or not is_ours):
             return self._defer(refusal)
         find = self._state.maintenance.find
@@ -13274,11 +13267,6 @@ class Supervisor:
         self._ledger.stop_at_barrier(run, self._who, refusal.what, find)
         letter = f"{run.job}: run {run.id} is paused.\n{refusal.what}\nThe tick goes on with it."
         return Outcome(self._stops.exit_code(), self._ledger.run(run.key), letter)
-
-    def _has_begun(self, run: Run) -> bool:
-        """Tell whether we made an attempt of a run that was not turned away itself."""
-        attempts = self._ledger.attempts(run)
-        return any(a.supervisor == self._me and a.reason != Reason.MAINTENANCE for a in attempts)
 
     def _defer(self, refusal: MaintenanceOn) -> Outcome:
         """Store the start durably, under the job's lock, and say so only then."""
@@ -13342,10 +13330,8 @@ class Supervisor:
 
     def _busy(self, attempt: Attempt | None) -> Busy:
         """Record the refused start and return the letter that names who is in the way."""
-        known = [attempt.supervisor, attempt.worker] if attempt else []
-        alive = [process for process in known if process and self._host.is_alive(process)]
-        holders = map(self._host.identify, [] if alive else self._lock.owners(self._host))
-        who = processes_text(alive or list(filter(None, holders)), self._host)
+        alive = living(attempt, self._host)
+        who = processes_text(alive or holders(self._lock, self._host), self._host)
         times = self._ledger.refused_since_success(self._launch.job) + 1
         since = f", since {attempt.began_at}" if attempt else ""
         again = f" This is refusal {times} since its last success." if times > 2 else ""
@@ -13447,14 +13433,17 @@ class Supervisor:
     def _admit(self) -> Admission:
         """Make what was read durable after an unclean end, then admit in one transaction."""
         job = self._launch.job
-        self._require_same_code()
-        unfinished = self._ledger.unfinished(job)
+        if code_digest() != self._code:
+            raise CodeChanged(
+                f"{__file__} was replaced while this batchrun was running.",
+                unchanged="No other attempt was started.",
+                todo=f"The next `batchrun run {job}` goes on with the new one.",
+            )
         require_witnesses_known(self._ledger, self._store)
-        last = self._ledger.last_attempt(unfinished) if unfinished else None
-        left = unfinished is not None and unfinished.state in OWNED
-        kept = last is not None and last.supervisor == self._me
-        died = last is not None and last.ending in (None, Ending.DIED, Ending.OVERDUE)
-        unclean = died or (left and not kept)
+        run, unclean = self._ledger.unfinished(job), False
+        if run and (last := self._ledger.last_attempt(run)):
+            left = run.state in OWNED and last.supervisor != self._me
+            unclean = left or last.ending in (None, Ending.DIED, Ending.OVERDUE)
         with disk_letters(self._store.folder, self._host):
             if unclean:
                 self._ledger.make_durable()
@@ -13466,6 +13455,10 @@ class Supervisor:
             judge = functools.partial(agree, self._ledger, self._store, anew=unclean)
             admission = self._ledger.admit(job, self._start(), judge)
         self._anew = {}  # the next ones go on with it
+        launch, deferred = self._launch, admission.deferred  # a start that this one begins
+        accepted = dict.fromkeys([*launch.acceptances, *deferred.get("acceptances", ())])
+        batches = launch.batches or deferred.get("batches")
+        self._launch = launch._replace(acceptances=tuple(accepted), batches=batches)
         return admission
 
     def _start(self) -> Start:
@@ -13491,15 +13484,6 @@ class Supervisor:
             **self._anew,
         )
 
-    def _require_same_code(self) -> None:
-        """Refuse to start a worker of another batchrun than this one."""
-        if code_digest() != self._code:
-            raise CodeChanged(
-                f"{__file__} was replaced while this batchrun was running.",
-                unchanged="No other attempt was started.",
-                todo=f"The next `batchrun run {self._launch.job}` goes on with the new one.",
-            )
-
     # -- between two attempts ------------------------------------------------------------------
 
     def _attempt_again(self, run: Run) -> Outcome:
@@ -13514,9 +13498,8 @@ class Supervisor:
                 return self._attempt(admission)
         run = self._ledger.run(run.key)
         if run.request == Request.CANCEL and self._ledger.pending_cleanups(run.job):
-            outcome = self._clean_and_cancel(run)
-            code = outcome.exit_code or ExitCode.STOPPED  # as without cleanups
-            return outcome._replace(exit_code=code)
+            outcome = self._clean_and_cancel(run)  # and end as without cleanups
+            return outcome._replace(exit_code=outcome.exit_code or ExitCode.STOPPED)
         return self._outcome(self._ledger.rest(run, reason, why))
 
     def _wait_to_begin(self, run: Run) -> tuple[Reason, str]:
@@ -13626,7 +13609,6 @@ class Supervisor:
     def _attempt(self, admission: Admission) -> Outcome:
         """Run one worker to its end and make the run's edge from what it recorded."""
         run, generation = admission.run, admission.generation
-        self._launch = with_deferred(self._launch, admission.deferred)
         for line in admission.said:
             self._watcher.say(line)
         if generation == 0:
@@ -13749,7 +13731,9 @@ class Supervisor:
             self._show(doing_text(run, self._stops.count))
             self._alerts.poll()
             if run.state in OWNED:
-                self._look_after(worker, run, generation)
+                verdict = self._health.beat(run, generation, worker.pid)
+                if verdict.pause and not worker.unwell:
+                    worker.unwell, worker.unwell_at = verdict.why, self._host.monotonic()
             releases_until = self._ledger.releases_until(run)
             self._pass_stops_on(worker, releases_until)
             self._limit_batch(worker, run, releases=releases_until is not None)
@@ -13757,12 +13741,6 @@ class Supervisor:
         self._say_what_is_new(run)
         self._health.end()
         self._alerts.end()
-
-    def _look_after(self, worker: WorkerProcess, run: Run, generation: int) -> None:
-        """Take note of the first verdict to pause; a worker that was asked to stop does so."""
-        verdict = self._health.beat(run, generation, worker.pid)
-        if verdict.pause and not worker.unwell:
-            worker.unwell, worker.unwell_at = verdict.why, self._host.monotonic()
 
     def _say_what_is_new(self, run: Run) -> None:
         """Show the lines for people that were recorded since the last time."""
@@ -13785,7 +13763,7 @@ class Supervisor:
     def _pass_stops_on(self, worker: WorkerProcess, releases_until: float | None) -> None:
         """Ask the worker as strongly as the stops so far demand; see the head of this section."""
         stops = self._stops.count or int(bool(worker.unwell))
-        waited_s = max(self._stops.waited_s(), worker.unwell_s(self._host.monotonic()))
+        waited_s = max(self._stops.waited_s(), self._host.monotonic() - worker.unwell_at)
         grace_s, cleans = self._job_config.stop_grace_s, releases_until is not None
         left_s = grace_s - waited_s
         if releases_until is not None:
@@ -13962,6 +13940,20 @@ def processes_text(processes: Iterable[ProcessIdentity], host: Host, *, aged: bo
     return " and ".join(found) or "a process that has just ended"
 
 
+def living(attempt: Attempt | None, host: Host) -> list[ProcessIdentity]:
+    """Return the recorded processes of an attempt that live: supervisor, worker, or one as both."""
+    recorded = dict.fromkeys([attempt.supervisor, attempt.worker] if attempt else [])
+    return [process for process in recorded if process and host.is_alive(process)]
+
+
+def holders(lock: JobLock, host: Host) -> list[ProcessIdentity]:
+    """Return the processes that keep a lock's file open; none if nobody made it."""
+    try:
+        return list(filter(None, map(host.identify, lock.owners(host))))
+    except FileNotFoundError:
+        return []
+
+
 class CodeChanged(BatchrunError):
     """batchrun itself was replaced under a running supervisor."""
 
@@ -14058,7 +14050,8 @@ class WorkerProcess:
         self._exit, self._peak_rss_bytes = 0, 0
         self.killed_for = "The worker did not stop when it was asked to, and was killed."
         self.overdue: LateBatch | None = None
-        self.unwell, self.unwell_at = "", 0.0  # why it is to stop for the sake of health, and when
+        # why it is to stop for the sake of health, and since when
+        self.unwell, self.unwell_at = "", float("inf")
         self._open = (run.number, host.monotonic())  # since when the batch after it is open
         self._oom_kills = host.oom_kills()
         self._strangers = set(host.children())  # of whoever became this process by exec
@@ -14083,10 +14076,6 @@ class WorkerProcess:
             os.close(log)
         self.pid = self._process.pid
         reach("worker.started")
-
-    def unwell_s(self, now_s: float) -> float:
-        """Return the time since the worker is to stop for the sake of health; 0 if it is not."""
-        return now_s - self.unwell_at if self.unwell else 0.0
 
     def has_ended(self) -> bool:
         """Tell whether the worker is gone, and keep how."""
@@ -14122,15 +14111,15 @@ class WorkerProcess:
         Who is left is our child, whatever its group or session, as soon as its parent is gone:
         we are the subreaper.
         """
-        began, number = self._host.monotonic(), signal.SIGTERM
+        began = self._host.monotonic()
         while left := self._left_behind():
-            for pid in left:
-                with contextlib.suppress(PermissionError):
-                    os.kill(pid, number)
             waited_s = self._host.monotonic() - began
             if waited_s > 2 * ORPHAN_GRACE_S:
                 return False
             number = signal.SIGKILL if waited_s > ORPHAN_GRACE_S else signal.SIGTERM
+            for pid in left:
+                with contextlib.suppress(PermissionError):
+                    os.kill(pid, number)
             self._host.systemd.turn()
             self._host.sleep(BUSY_STEP_S)
         return True
@@ -14279,27 +14268,22 @@ class Stopper:
 
     def _owners(self, host: Host) -> list[ProcessIdentity]:
         """Return the living owners: those recorded, and what holds the lock below them."""
-        attempt = self._ledger.last_attempt(self._run)
-        recorded = [attempt.supervisor, attempt.worker] if attempt else []
-        alive = [process for process in recorded if process and host.is_alive(process)]
-        with contextlib.suppress(FileNotFoundError):  # the lock file was removed
-            below = {pid for process in alive for pid in host.children(process.pid)}
-            below |= {pid for child in below for pid in host.children(child)}
-            holding = below.intersection(self._lock.owners(host)) - {p.pid for p in alive}
-            alive += filter(None, map(host.identify, holding))
-        return alive
+        alive = living(self._ledger.last_attempt(self._run), host)
+        below = {pid for process in alive for pid in host.children(process.pid)}
+        below |= {pid for child in below for pid in host.children(child)}
+        held = holders(self._lock, host)
+        return alive + [each for each in held if each.pid in below and each not in alive]
 
     def _end(self, owners: Iterable[ProcessIdentity], host: Host, *, late: bool) -> None:
         """Send what is due to each owner, once: TERM and CONT, then KILL; leave a row of it."""
-        for owner in owners:
-            for number in (signal.SIGKILL,) if late else (signal.SIGTERM, signal.SIGCONT):
-                if (owner, number) in self._sent:
-                    continue
-                self._sent.add((owner, number))
-                if number != signal.SIGCONT:
-                    words = f"{number.name} to {processes_text([owner], host)}"
-                    self._ledger.note(self._who, "ends the owner", words, run=self._run)
-                host.send(owner, number)
+        numbers = (signal.SIGKILL,) if late else (signal.SIGTERM, signal.SIGCONT)
+        due = [(owner, number) for owner in owners for number in numbers]
+        for owner, number in [each for each in due if each not in self._sent]:
+            self._sent.add((owner, number))
+            if number != signal.SIGCONT:
+                words = f"{number.name} to {processes_text([owner], host)}"
+                self._ledger.note(self._who, "ends the owner", words, run=self._run)
+            host.send(owner, number)
 
     def _too_late(self, words: str, limit_s: float) -> Busy:
         return Busy(
@@ -14724,11 +14708,8 @@ class Drainer:
         attempt, owners = self._ledger.last_attempt(run), list[ProcessIdentity]()
         if attempt is not None and run.key not in self._free:
             owners = living_owners(run, attempt, self._host)
-            with contextlib.suppress(FileNotFoundError):  # nobody has taken it since
-                holders = map(
-                    self._host.identify, JobLock(self._state.lock_path(run.job)).owners(self._host)
-                )
-                owners += [each for each in holders if each is not None and each not in owners]
+            held = holders(JobLock(self._state.lock_path(run.job)), self._host)
+            owners += [each for each in held if each not in owners]
         return Drained(
             run=run.id,
             job=run.job,
@@ -14759,8 +14740,8 @@ def living_owners(run: Run, attempt: Attempt, host: Host) -> list[ProcessIdentit
 
     The supervisor of a run at rest may be at another one: the tick begins one after another.
     """
-    recorded = [attempt.supervisor if run.state in OWNED else None, attempt.worker]
-    return [process for process in dict.fromkeys(recorded) if process and host.is_alive(process)]
+    is_there = run.state in OWNED
+    return [each for each in living(attempt, host) if is_there or each == attempt.worker]
 
 
 def drained_as(run: Run, attempt: Attempt | None, owners: Sequence[ProcessIdentity]) -> str:
