@@ -12975,7 +12975,7 @@ class Alerts:
         self._has_pinged = False
 
     def look(self, lockfile: Lockfile | None, ended: Sequence[Alert] = ()) -> None:
-        """Raise what is new and close what is over; `ended` are pings to be sent."""
+        """Raise what is new and close what is over; `ended` is what a start's end is worth."""
         changes = functools.partial(self._changes, lockfile, ended)
         if any(changes()):
             self._ledger.raise_alerts(changes, self._config.alerts.ways)
@@ -12993,16 +12993,17 @@ class Alerts:
         self, lockfile: Lockfile | None, ended: Sequence[Alert]
     ) -> tuple[list[Alert], list[Alert]]:
         here = (self._config, self._ledger, self._host, lockfile)
-        found = troubles(*here) if self._config.alerts.ways else ()
+        found = [*troubles(*here), *ended] if self._config.alerts.ways else []
         is_overdue = lockfile is not None and lockfile.overdue
         stand = self._ledger.alerts()
         known = {(alert.kind, alert.about) for alert in stand}
-        raised = [each for each in found if (each.kind, each.about) not in known]
+        raised = [a for a in found if (a.kind, a.about) not in known and a.kind not in PINGS]
         over = [a for a in stand if (self._ledger.success_since(a) if a.job else not is_overdue)]
         raised += [self._recovered(job, over) for job in dict.fromkeys(a.job for a in over)]
         raised = [each for each in raised if each.kind in self._config.alerts.on]
         over += [a for a in stand if a.job and a.job not in self._config.jobs and a not in over]
-        return raised + [each for each in ended if self._config.way("ping", each)], over
+        pings = [each for each in ended if each.kind in PINGS]
+        return raised + [each for each in pings if self._config.way("ping", each)], over
 
     def _recovered(self, job: str | None, over: Sequence[Alert]) -> Alert:
         """Return that a job has succeeded after alerts, or that maintenance is over."""
@@ -13018,14 +13019,25 @@ class Alerts:
         if self._inquiry is None:
             needs = []
             for tried in self._ledger.begin_deliveries(self._config.way):
-                name = f"{tried.alert.id} {tried.way}"
-                need = cast("Need", self._config.way(tried.way, tried.alert))
-                body = "" if tried.way == "ping" else event_text(tried.alert, self._config)
-                needs.append(need._replace(name=name, body=body))
-                self._tried[name] = tried
+                needs.append(self._need(tried.way, tried.alert))
+                self._tried[needs[-1].name] = tried
             reach("delivery.begun", len(needs))
             if needs:
                 self._inquiry = Inquiry(needs, self._config.folder, self._host)
+
+    def _need(self, way: str, alert: Alert) -> Need:
+        body = "" if way == "ping" else event_text(alert, self._config)
+        need = cast("Need", self._config.way(way, alert))
+        return need._replace(name=f"{alert.id} {way}", body=body)
+
+    def tell_unrecorded(self, lockfile: Lockfile | None, ended: Sequence[Alert]) -> None:
+        """Tell what is new where the ledger takes nothing; so whoever comes next tells it again."""
+        needs = []
+        for number, alert in enumerate(self._changes(lockfile, ended)[0]):
+            found = alert._replace(id=-number, at=self._host.now())
+            ways = ["ping"] if alert.kind in PINGS else self._config.alerts.ways
+            needs += [self._need(way, found) for way in ways]
+        Inquiry(needs, self._config.folder, self._host).wait()
 
     def poll(self) -> bool:
         """Record what has come back; tell whether nothing is on its way any more."""
@@ -13073,6 +13085,14 @@ def ping_of(run: Run | None, launch: Launch, code: ExitCode) -> list[Alert]:
     failed = (ExitCode.FAILED, ExitCode.USAGE, ExitCode.STATE_DIRECTORY, ExitCode.PERSON_NEEDED)
     why = f"{job}: exit {int(code)}."
     return [Alert("ping fail", job, job, name, why)] if code in failed else []
+
+
+def unfit(outcome: Outcome, job: str) -> list[Alert]:
+    """Return what people are told of a start whose state directory was full, or not to be used."""
+    if outcome.exit_code != ExitCode.STATE_DIRECTORY:
+        return []
+    why = f"{job} needs a person: its state directory cannot be used.\n{outcome.letter}"
+    return [Alert("awaiting", f"{job} state directory", job, outcome.run and outcome.run.id, why)]
 
 
 def sent_tests(config: Config, job: str | None, host: Host) -> Iterator[Examined]:
@@ -16596,20 +16616,28 @@ class App:
     def supervise(self, launch: Launch) -> Outcome:
         """Run a job to its end, write how it ended, and tell whoever is to be told."""
         self.require_trusted()
-        self.console.as_lines = self.console.as_json
+        self.console.as_lines, may_write = self.console.as_json, True
         try:
             outcome = self._supervise(launch)
         except (Busy, MaintenanceOn):
             raise  # at once: nothing has changed
         except BatchrunError as error:
             self.console.letter(str(error), error.exit_code)
-            outcome = Outcome(error.exit_code)
-        if self.config.tells:
-            self.tell(ping_of(outcome.run, launch, outcome.exit_code), waits=not outcome.signalled)
-        return outcome
+            outcome = Outcome(error.exit_code, letter=str(error))
+            may_write = not isinstance(error, OutcomeUnknown)
+        ended = ping_of(outcome.run, launch, outcome.exit_code) + unfit(outcome, launch.job)
+        if self.config.tells and may_write:
+            may_write = self.tell(ended, waits=not outcome.signalled)
+        elif self.config.tells:
+            self._tell_unrecorded(ended)
+        return outcome if may_write else outcome._replace(signalled=True)
 
-    def tell(self, ended: Sequence[Alert] = (), *, ticks: bool = False, waits: bool = True) -> None:
-        """Raise and tell alerts, write the metrics; whatever goes wrong here fails no run."""
+    def tell(self, ended: Sequence[Alert] = (), *, ticks: bool = False, waits: bool = True) -> bool:
+        """Raise and tell alerts, write the metrics; whatever goes wrong here fails no run.
+
+        Returns:
+            Whether this process may write more: the outcome of no commit is unknown.
+        """
         expected = [j.name for j in self.config.jobs.values() if ticks and j.expect_every_s]
         try:
             with self.ledger(write=True, create=bool(expected)) as ledger:
@@ -16623,6 +16651,16 @@ class App:
                     self._keep_metrics(self.config.metrics_folder, ledger, aloud=not ticks)
         except Exception as error:  # noqa: BLE001 - whatever it is, the run has ended as it has
             self.console.say(f"warning: not everybody was told: {error}")
+            if waits and isinstance(error, StateDirectoryError):
+                self._tell_unrecorded(ended)
+            return not isinstance(error, OutcomeUnknown)
+        return True
+
+    def _tell_unrecorded(self, ended: Sequence[Alert]) -> None:
+        """Tell alerts where the ledger can only be read."""
+        with contextlib.suppress(BatchrunError, OSError), self.state.reading() as ledger:
+            alerts = Alerts(self.config, ledger, self.host)
+            alerts.tell_unrecorded(self.state.maintenance.find(), ended)
 
     def _keep_metrics(self, folder: Path, ledger: Ledger, *, aloud: bool) -> None:
         """Write the metrics; say that they cannot be written, `aloud` or where all is said."""
@@ -16749,7 +16787,12 @@ def worst_of(codes: Iterable[ExitCode]) -> ExitCode:
 def tick(app: App) -> ExitCode:
     """Go on with every run that is due, one after another; 0 if none was, else the worst end."""
     app.console.as_lines = app.console.as_json
-    app.tell(ticks=True)
+    if not app.tell(ticks=True):
+        raise OutcomeUnknown(
+            "What the tick has recorded may or may not be on the disk.",
+            unchanged="Nothing was started.",
+            todo=f"Check the disk of {app.state.path}; the next tick goes on.",
+        )
     try:
         with app.ledger(write=True) as ledger:
             unfinished = ledger.all_unfinished()
