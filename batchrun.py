@@ -13554,14 +13554,14 @@ class Supervisor:
             self._show(f"paused by health, checks again at {checks_at[11:19]}Z: {verdict.why}")
         return run
 
-    def _look_for_cause(self, run: Run, generation: int, seen: AttemptEnd) -> bool:
+    def _look_for_cause(self, run: Run, seen: AttemptEnd) -> bool:
         """Check after a failure that may be retried; tell whether that excuses it."""
         attempt = cast("Attempt", self._ledger.last_attempt(run))
         if not (attempt.retry if attempt.ending else seen.retry):
             return False
         self._health.check_soon()
         while not self._stops.count and self._health.is_due:
-            self._health.beat(run, generation, None)
+            self._health.beat(run, run.generation, None)
             if self._health.is_due:
                 self._stops.wait(WATCH_INTERVAL_S)
         self._health.end()
@@ -13628,28 +13628,27 @@ class Supervisor:
 
     def _attempt(self, admission: Admission) -> Outcome:
         """Run one worker to its end and make the run's edge from what it recorded."""
-        run, generation = admission.run, admission.generation
+        run = admission.run
         for line in admission.said:
             self._watcher.say(line)
-        if generation == 0:
+        if admission.generation == 0:
             return self._outcome(run)
         if run.number:
             where = f"after commit {run.number}, {run.read:,} records read"
             self._watcher.say(f"run {run.id} goes on {where}")
-        order = self._order(run, generation)
         if self._launch.in_process:
-            return self._attempt_in_process(admission, order)
+            return self._attempt_in_process(run)
         self._alerts.ping(run)
-        seen, worker = self._work(order, run)
+        seen, worker = self._work(run, self._order(run))
         if worker is None:
-            return self._outcome(self._ledger.settle(run, generation, seen))
-        run = self._settle(worker, run, generation, seen)
+            return self._outcome(self._ledger.settle(run, run.generation, seen))
+        run = self._settle(worker, run, seen)
         if run.state == RunState.RESERVED and not self._nothing_lives:
             run = self._ledger.rest(run, Reason.RETRY, "What its worker left behind still lives.")
         self._watcher.progress(run)
         return self._outcome(run)
 
-    def _work(self, order: Order, run: Run) -> tuple[AttemptEnd, WorkerProcess | None]:
+    def _work(self, run: Run, order: Order) -> tuple[AttemptEnd, WorkerProcess | None]:
         """See a worker through to the end of all that it started; None if it could not start.
 
         The end is what is to be recorded where it has recorded none.
@@ -13665,13 +13664,13 @@ class Supervisor:
         run = self._ledger.run(run.key)
         return worker.seen_end(run, self._ledger.called_cleanup(run)), worker
 
-    def _settle(self, worker: WorkerProcess, run: Run, generation: int, seen: AttemptEnd) -> Run:
+    def _settle(self, worker: WorkerProcess, run: Run, seen: AttemptEnd) -> Run:
         """Make the run's edge; what follows is said only when the write lock is given back."""
         was_at_cleanup = self._ledger.called_cleanup(self._ledger.run(run.key)) is not None
-        excused = self._look_for_cause(run, generation, seen) or was_at_cleanup
+        excused = self._look_for_cause(run, seen) or was_at_cleanup
         decide = functools.partial(self._decide, unwell=worker.unwell)
         how = worker.diagnosis
-        run = self._ledger.settle(run, generation, seen, decide, excused=excused, **how)
+        run = self._ledger.settle(run, run.generation, seen, decide, excused=excused, **how)
         if self._follows:
             self._watcher.say(self._follows)
             self._follows = ""
@@ -13688,11 +13687,11 @@ class Supervisor:
     def _clean_and_cancel(self, run: Run) -> Outcome:
         """Let a worker call what is pending of a run's job; then cancel the run if that is due."""
         ledger = self._ledger
-        generation = ledger.begin_cleaning(run, self._me, self._who)
+        ledger.begin_cleaning(run, self._me, self._who)
         run = ledger.run(run.key)
-        seen, worker = self._work(self._order(run, generation)._replace(cleans=True), run)
+        seen, worker = self._work(run, self._order(run)._replace(cleans=True))
         ended = worker.diagnosis if worker else {}
-        run = ledger.end_cleaning(run, generation, seen, self._who, **ended)
+        run = ledger.end_cleaning(run, run.generation, seen, self._who, **ended)
         attempt = cast("Attempt", ledger.last_attempt(run))
         if not any(cleanup.run == run.id for cleanup in ledger.pending_cleanups(run.job)):
             return Outcome(ExitCode.DONE, run)
@@ -13700,24 +13699,24 @@ class Supervisor:
         letter = f"{letter_text(attempt)}\n{stands}\nTo try again: batchrun cancel {run.id}"
         return Outcome(ExitCode.FINDINGS, run, letter)
 
-    def _order(self, run: Run, generation: int) -> Order:
+    def _order(self, run: Run) -> Order:
         launch, began_with = self._launch, self._began_with.setdefault(run.key, run.batches)
         left = launch.batches and max(0, launch.batches - (run.batches - began_with))
         return Order(
             config=str(self._config.path),
             job=run.job,
             run=run.key,
-            generation=generation,
+            generation=run.generation,
             lock=self._lock.descriptor,
             supervisor=os.getppid() if launch.in_process else os.getpid(),
             batches=left,
             acceptances=list(launch.acceptances),
         )
 
-    def _attempt_in_process(self, admission: Admission, order: Order) -> Outcome:
+    def _attempt_in_process(self, run: Run) -> Outcome:
         """Run the worker's code here, for debuggers and tests; the lock is kept to our end."""
         self._nothing_lives = False
-        worker = Worker(order, self._config, self._ledger, self._host)
+        worker = Worker(self._order(run), self._config, self._ledger, self._host)
 
         def give_up(number: int, _: object) -> None:
             self._stops.take(signal.Signals(number))
@@ -13727,10 +13726,8 @@ class Supervisor:
         end = worker.drive()
         sys.stdout.flush()
         if not worker.recorded:
-            run = self._ledger.run(admission.run.key)
-            return Outcome(end.exit_code, run, letter_text(end))
-        run, generation = admission.run, admission.generation
-        return self._outcome(self._ledger.settle(run, generation, end, self._decide))
+            return Outcome(end.exit_code, self._ledger.run(run.key), letter_text(end))
+        return self._outcome(self._ledger.settle(run, run.generation, end, self._decide))
 
     def _open_log(self, run: Run) -> int:
         """Open a run's log; no run fails for one that cannot be written, it is said."""
