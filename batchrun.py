@@ -13592,7 +13592,10 @@ class Supervisor:
         if recycled:
             patience.wait_s = 0.0
             return After(RunState.RESERVED, why=f"{attempt.error} A fresh worker goes on.")
-        if unwell and self._gave_way(run, attempt):
+        killed = attempt.ending == Ending.DIED and attempt.exit_code == ExitCode.FAILED
+        gave_way = killed or attempt.ending == Ending.STOPPED
+        others = self._stops.count or run.request or attempt.retry is not None
+        if unwell and gave_way and not others:
             patience.wait_s = 0.0
             return After(RunState.PAUSED, Reason.HEALTH, unwell)
         return self._try_again(run, attempt) if attempt.retry else after_ending(run, attempt)
@@ -13616,13 +13619,6 @@ class Supervisor:
             after = After(RunState.RESERVED, why=why)
         self._follows = after.why
         return after
-
-    def _gave_way(self, run: Run, attempt: Attempt) -> bool:
-        """Tell whether an attempt ended because it was asked to for the sake of health alone."""
-        by_stop = attempt.ending == Ending.STOPPED
-        by_kill = attempt.ending == Ending.DIED and attempt.exit_code == ExitCode.FAILED
-        others = self._stops.count or run.request or attempt.retry is not None
-        return (by_stop or by_kill) and not others
 
     # -- one attempt ---------------------------------------------------------------------------
 
@@ -13793,7 +13789,7 @@ class Supervisor:
             worker.ask(signal.SIGKILL)
         elif stops >= 3 or (stops and left_s < 0):
             worker.ask(signal.SIGKILL)
-        elif (stops == 2 or waited_s > grace_s) and not cleans:
+        elif stops == 2 or waited_s > grace_s:  # of no use to one that releases what it holds
             worker.ask(signal.SIGUSR1)
         elif stops:
             worker.ask(signal.SIGTERM)

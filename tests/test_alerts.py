@@ -723,6 +723,17 @@ def test_after_a_commit_of_unknown_outcome_the_tick_begins_nothing_more(
     assert kinds_heard(ear) == ["failed"] * (attempts - 2)
 
 
+def test_after_a_commit_of_unknown_outcome_it_is_told_without_a_record(
+    project: Project, ear: Ear
+) -> None:
+    alert(project, f'[alerts]\nwebhook = "{ear.url}/in"\n')
+    assert project.run("run", "sync", "--batches", "1").code == 75
+    project.write_file("commit.py", NO_COMMIT.format(verb="admit"))
+    launch = launch_with("exec(open('commit.py').read())")
+    assert project.run("run", "sync", launch=launch).code == 5
+    assert (kinds_heard(ear), deliveries(project)) == (["awaiting"], [])
+
+
 # --- pings --------------------------------------------------------------------------------------
 
 
@@ -753,6 +764,12 @@ def test_a_job_pings_when_it_begins_and_when_it_ends(project: Project, ear: Ear)
     assert project.run("run", "sync").code == 12
     assert len(rows(project, "SELECT 1 FROM alert")) == 4
     assert rows(project, "SELECT 1 FROM alert WHERE pending <> '[]'") == []
+
+
+@pytest.mark.parametrize("code", ExitCode)
+def test_a_start_pings_that_it_failed_where_somebody_must_look(code: ExitCode) -> None:
+    pings = ping_of(None, Launch("sync"), code)
+    assert [ping.kind for ping in pings] == ["ping fail"] * (code in (1, 2, 5, 13))
 
 
 def test_a_ping_that_hangs_holds_no_batch_up_and_a_newer_one_takes_its_place(

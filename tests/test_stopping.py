@@ -262,18 +262,34 @@ def test_kill_never_signals_another_process_that_has_the_number_now(project: Pro
     project.finish(process)
 
 
-def test_kill_ends_children_of_the_worker_that_hold_the_lock(project: Project) -> None:
-    fork = "os.fork() or time.sleep(60)"
-    write_job(project, f"({fork}, hold('go'))")
+def test_kill_signals_nobody_who_only_has_the_lock_file_open(project: Project) -> None:
+    write_job(project, "hold('go')")
     process = start_held(project)
-    children = Path(f"/proc/{worker_of(process)}/task/{worker_of(process)}/children")
-    (child,) = map(int, children.read_text().split())
-    for pid in (process.pid, worker_of(process)):
-        os.kill(pid, signal.SIGSTOP)
-    let_go(project)
+    with (project.state / "locks" / "sync.lock").open() as lock:
+        stranger = subprocess.Popen(["sleep", "60"], pass_fds=[lock.fileno()])
+    try:
+        waiting = project.start("cancel", "--kill", "sync")
+        wait_for(lambda: sent(project), "the first signal")
+        let_go(project)
+        assert project.finish(waiting).code == 0
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+    project.finish(process)
+
+
+def test_kill_ends_children_of_the_worker_that_hold_the_lock(project: Project) -> None:
+    fork = "os.fork() or time.sleep(600)"
+    write_job(project, f"({fork}, {DEAF})")
+    project.write(CONFIG.replace("30s", "300ms"))
+    process = start_held(project)
+    worker = worker_of(process)
+    (child,) = map(int, Path(f"/proc/{worker}/task/{worker}/children").read_text().split())
+    process.kill()  # or it would end them itself
+    project.finish(process)
     assert project.run("cancel", "--kill", "sync").code == 0
     wait_for(lambda: is_gone(child), "the child to be gone")
-    project.finish(process)
 
 
 def test_a_run_that_was_recorded_as_done_is_not_cancelled_afterwards(project: Project) -> None:
