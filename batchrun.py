@@ -13297,24 +13297,21 @@ class Supervisor:
         if before is None and (skipped := self._skipped(None)):
             return skipped
         if before and before.state != RunState.WAITING and launch.fresh and start.fresh:
-            raise self._not_deferred(before, refusal)
+            unfinished = f"while run {before.id} is unfinished"
+            what = f"A fresh start of {launch.job} is not deferred {unfinished}."
+            self._ledger.note(self._who, REFUSED, what, job=launch.job)
+            raise type(refusal)(
+                what,
+                why=f"{refusal.what}\n{refusal.why}".strip(),
+                unchanged="Nothing was stored; the refusal is recorded.",
+                todo=f"Give the run up, then type this again: batchrun cancel {before.id}",
+            )
         names = ("acceptances", "batches", "fresh")
         note = {name: value for name in names if (value := getattr(launch, name))}
         run = self._ledger.defer(launch.job, start, note, refusal.what)
         if run.finished:
             return Outcome(ExitCode.DONE, run)
         return Outcome(ExitCode.STOPPED, run, deferred_letter(before, run, refusal))
-
-    def _not_deferred(self, run: Run, refusal: MaintenanceOn) -> MaintenanceOn:
-        """Record the refusal of a fresh start that would cancel a run behind the barrier."""
-        what = f"A fresh start of {run.job} is not deferred while run {run.id} is unfinished."
-        self._ledger.note(self._who, REFUSED, what, job=run.job)
-        return type(refusal)(
-            what,
-            why=f"{refusal.what}\n{refusal.why}".strip(),
-            unchanged="Nothing was stored; the refusal is recorded.",
-            todo=f"Give the run up, then type this again: batchrun cancel {run.id}",
-        )
 
     def _take_lock(self, *, defers: bool = False) -> bool:
         """Take the job's lock; wait only for an orphaned worker that commits its last batch.
@@ -13402,9 +13399,9 @@ class Supervisor:
     def _was_no_whole_run(self, outcome: Outcome) -> bool:
         """Tell whether a start that wanted a whole run has only gone on with another kind."""
         launch, run = self._launch, outcome.run
-        wanted = not (launch.only_resume or launch.retry or launch.rollback)
-        ended = run is not None and not run.is_whole and run.state == RunState.SUCCEEDED
-        return bool(wanted and ended and not self._stops.count)
+        if launch.only_resume or launch.retry or launch.rollback or self._stops.count:
+            return False
+        return run is not None and not run.is_whole and run.state == RunState.SUCCEEDED
 
     def _skipped(self, unfinished: Run | None) -> Outcome | None:
         """End a start that finds nothing to go on with, or whose period has its success already.
@@ -13445,10 +13442,10 @@ class Supervisor:
 
     def _found_another_source(self, run: Run) -> bool:
         """Tell whether the attempt found a changed source that the job wants to begin anew with."""
-        wanted = self._job_config.on_changed_source == "fresh" and not self._launch.only_resume
-        attempt = self._ledger.last_attempt(run) if wanted else None
+        wants = self._job_config.on_changed_source == "fresh" and not self._launch.only_resume
+        attempt = self._ledger.last_attempt(run)
         changed = attempt is not None and attempt.ending == Ending.CHANGED
-        return changed and run.state == RunState.FAILED
+        return wants and changed and run.state == RunState.FAILED
 
     def _admit(self) -> Admission:
         """Make what was read durable after an unclean end, then admit in one transaction."""
@@ -13776,7 +13773,7 @@ class Supervisor:
     def _pass_stops_on(self, worker: WorkerProcess, releases_until: float | None) -> None:
         """Ask the worker as strongly as the stops so far demand; see the head of this section."""
         stops = self._stops.count or int(bool(worker.unwell))
-        waited_s = max(self._stops.waited_s(), self._host.monotonic() - worker.unwell_at)
+        waited_s = self._host.monotonic() - min(self._stops.first_at, worker.unwell_at)
         grace_s, cleans = self._job_config.stop_grace_s, releases_until is not None
         left_s = grace_s - waited_s
         if releases_until is not None:
@@ -13995,7 +13992,7 @@ class StopCounter:
         self._host = host
         self.count = 0
         self._first: signal.Signals | None = None
-        self._first_at = self._last_at = 0.0
+        self.first_at, self._last_at = float("inf"), 0.0  # on the monotonic clock
 
     def begin(self) -> None:
         """Block what is counted, SIGCHLD (`wait` ends early with a worker), and our timer's."""
@@ -14025,16 +14022,12 @@ class StopCounter:
         """Count a stop; the same one within a moment only once."""
         now = self._host.monotonic()
         if self.count == 0:
-            self._first, self._first_at = number, now
+            self._first, self.first_at = number, now
             self._host.systemd.stopping()
         elif now - self._last_at < ONE_STOP_S.get(number, ONE_STOP_DEFAULT_S):
             return
         self.count += 1
         self._last_at = now
-
-    def waited_s(self) -> float:
-        """Return the time since the first stop; 0 if there was none."""
-        return self._host.monotonic() - self._first_at if self.count else 0.0
 
     def exit_code(self) -> ExitCode:
         """Return what a stop ends with: 130 if Ctrl-C was the first that was asked for."""
@@ -14261,7 +14254,12 @@ class Stopper:
                 say(words)
             told = words
             if waited_s > limit_s:
-                raise self._too_late(words, limit_s)
+                raise Busy(
+                    f"Run {self._run.id} has not stopped within {duration_text(limit_s)}.",
+                    why=f"Still {words}.",
+                    unchanged=f"The {self._request} is asked for, and stays so.",
+                    todo=f"To end its processes: batchrun cancel --kill {self._run.id}",
+                )
             if kill_after_s is not None and self._is_owned:
                 self._end(known, host, late=waited_s > kill_after_s)
             host.sleep(WATCH_INTERVAL_S)
@@ -14297,14 +14295,6 @@ class Stopper:
                 words = f"{number.name} to {processes_text([owner], host)}"
                 self._ledger.note(self._who, "ends the owner", words, run=self._run)
             host.send(owner, number)
-
-    def _too_late(self, words: str, limit_s: float) -> Busy:
-        return Busy(
-            f"Run {self._run.id} has not stopped within {duration_text(limit_s)}.",
-            why=f"Still {words}.",
-            unchanged=f"The {self._request} is asked for, and stays so.",
-            todo=f"To end its processes: batchrun cancel --kill {self._run.id}",
-        )
 
 
 # -- reconciling ---------------------------------------------------------------------------------
