@@ -16640,10 +16640,11 @@ class App:
         return True
 
     def _tell_unrecorded(self, ended: Sequence[Alert]) -> None:
-        """Tell alerts where the ledger can only be read."""
+        """Tell alerts where the ledger can only be read; not for who has taken the wrong user."""
         with contextlib.suppress(BatchrunError, OSError), self.state.reading() as ledger:
-            alerts = Alerts(self.config, ledger, self.host)
-            alerts.tell_unrecorded(self.state.maintenance.find(), ended)
+            if self.state.path.stat().st_uid == os.geteuid():
+                alerts = Alerts(self.config, ledger, self.host)
+                alerts.tell_unrecorded(self.state.maintenance.find(), ended)
 
     def _keep_metrics(self, folder: Path, ledger: Ledger, *, aloud: bool) -> None:
         """Write the metrics; say that they cannot be written, `aloud` or where all is said."""

@@ -692,6 +692,19 @@ def test_where_the_ledger_takes_nothing_it_is_told_all_the_same(project: Project
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.needs_root
+def test_a_start_by_the_wrong_user_is_told_to_that_user_alone(project: Project, ear: Ear) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("NOT ROOT: nothing can be given to another user")
+    alert(project, f'[alerts]\nwebhook = "{ear.url}/in"\n')
+    assert project.run("run", "sync", "--batches", "1").code == 75
+    for path in (project.state, *project.state.rglob("*")):
+        os.chown(path, 65_534, 65_534)
+    ended = project.run("run", "sync")
+    assert (ended.code, ear.heard) == (5, [])
+    assert "cannot be used: it belongs to " in ended.err
+
+
 # SQLite itself makes the COMMIT fail.
 NO_COMMIT = """\
 real = batchrun.Ledger.{verb}
