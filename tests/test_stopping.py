@@ -21,6 +21,7 @@ from test_11_worker import (
     worker_of,
     write_job,
 )
+from test_12_attempts import is_zombie
 from test_12_supervisor import DEAF, error_output, is_locked, is_stopped
 
 import batchrun
@@ -39,10 +40,6 @@ def sent(project: Project) -> list[str]:
 
 def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists() or is_zombie(pid)
-
-
-def is_zombie(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 # --- waiting ------------------------------------------------------------------------------------
