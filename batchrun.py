@@ -12899,7 +12899,8 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 # People are told after the run's edge, when the lock is free, by whoever ends: `run`, `resume`, the
 # tick. `Alerts.look` compares what stands with what was raised; `begin` asks one process of probes
 # (section 7) to post and call, which is killed if it hangs. What did not arrive is tried again by
-# whoever comes after its wait. A job's ping of its start is sent beside its first batches.
+# whoever comes after its wait; where the ledger takes nothing it is told without a record, by each
+# who comes. A job's ping of its start is sent beside its first batches.
 
 COUNTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WATCH_INTERVAL_S = 0.2
@@ -13147,7 +13148,7 @@ class Outcome(NamedTuple):
     exit_code: ExitCode
     run: Run | None = None
     letter: str = ""
-    signalled: bool = False  # whether this process was asked to stop, and not only the run
+    signalled: bool = False  # whether this process is to stop, and not only the run
 
 
 def deferred_letter(before: Run | None, run: Run, refusal: MaintenanceOn) -> str:
