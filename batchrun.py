@@ -12841,10 +12841,9 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #              while a batch was open, and the supervisor, alive, had not asked for it; or it did
 #              not commit within batch_timeout
 #   not        stops, and what a job or its worker does once one was asked for; recycling, lost
-#              ownership, letters (a broken contract, disk, a person needed). Nor a death that no
-#              supervisor saw: of two killed together there are the same rows as after a deploy, a
-#              reboot or a power cut. Only an exception that the worker had recorded before is
-#              proof enough, and charged by the next start
+#              ownership, letters. Nor a death that no supervisor saw: killed together they leave
+#              the rows of a deploy or a power cut. Only an exception that the worker had recorded
+#              before is proof enough, and charged by the next start
 #
 #   tried again    after RAISED, if `attempt.retry` says so, after a death and after OVERDUE, with
 #                  waits of 1, 4, 16, ... s and jitter; after RECYCLED at once. In process
@@ -12855,54 +12854,53 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #                  moves it on: a half is followed by another, after that it doubles, up to the
 #                  usual size. Half of one record is 0: the next worker passes that very record
 #                  over, in a commit with read 1 and rejected 1, without calling the job. Not for an
-#                  error to which retry_if says yes (the record did not cause it), nor for one
-#                  outside a batch. It needs a target: only that tells what of a batch was done
-#   poison         max_tries charged, and plan B is not to fail: the run awaits a person. A person's
-#                  `resume` begins to count anew, and so does every start of a failed run. Where the
+#                  error to which retry_if says yes (the record did not cause it), nor outside a
+#                  batch. It needs a target: only that tells what of a batch was done
+#   poison         max_tries charged, and plan B is not to fail: the run awaits a person, whose
+#                  `resume` begins to count anew, as every start of a failed run does. Where the
 #                  outcome of operations is unknown, as of a lookup that fails, it awaits those
 #
 # While a worker runs, health (section 7) is watched. A verdict to pause asks the worker to stop as
 # the first stop does, with the same stop_grace; no try is charged. Then, or where a check follows a
-# failure and says pause, the run is *paused by health*: its worker is gone, its supervisor keeps
-# it and the lock, checks on, and begins the next attempt when it is well. A failure that such a
-# check follows is excused: no try is charged. Past max_pause the run stays paused and a person is
-# told (13); the tick tries again. The time of pauses counts neither for retry_for nor for the rate.
+# failure and says pause (which excuses the failure), the run is *paused by health*: its worker is
+# gone, its supervisor keeps it and the lock, checks on, and begins the next attempt when it is
+# well. Past max_pause the run stays paused and a person is told (13); the tick tries again. The
+# time of pauses counts neither for retry_for nor for the rate.
 # No start waits for a check: a job that cannot work without what it needs fails, and is excused.
 #
 # A supervisor that is killed while it waits leaves the run to the next start, as interrupted.
 # So does an attempt that is refused before its first batch (another version, a file that cannot be
 # imported, other settings): each tick tries it, until what was installed fits again.
-# The admission of every attempt asks whether maintenance closes the job, also of one that a
-# supervisor begins by itself. Where it does, a run that was going on is paused (75); a start is
-# refused (12; 13 once the maintenance is overdue) or deferred (75, once it is stored). A fresh one
-# is not deferred while a run is unfinished: nothing is cancelled behind the barrier. A second one
-# takes nothing away that the first one asked for, but replaces what it asks for itself. What is
+# Every admission asks whether maintenance closes the job. Where it does, a run that was going on is
+# paused (75); a start is refused (12; 13 once the maintenance is overdue) or deferred (75, once it
+# is stored). A fresh one is not deferred while a run is unfinished: nothing is cancelled behind the
+# barrier. A second one replaces what it asks for itself, and takes nothing else away. What is
 # stored begins no run in a period that has its success, and none that a person paused since.
 #
 #   first stop     SIGTERM to the worker: it ends at its next safe point
 #   second stop    SIGUSR1, also when stop_grace is over: the batch is given up and rolled back
 #   third stop     SIGKILL, also 10 s or stop_grace (the less) later: out; the run can be resumed
 #
-# People are told after the run's edge, when the lock is free, by whoever ends: `run`, `resume`, the
-# tick. `Alerts.look` compares what stands with what was raised; `begin` asks one process of probes
-# (section 7) to post and call, which is killed if it hangs. What did not arrive is tried again by
-# whoever comes after its wait. A job's ping of its start is sent beside its first batches.
+# While a worker releases what it holds, the second stop waits and stop_grace does not end it; only
+# the third counts. (The first one is as ever: the job's first line is not reached.) It has
+# `cleanup_timeout` for each release, once more, and 10 s or stop_grace (the less); then it hangs
+# where no time limit reaches, and is killed, stop or no stop; the next attempt calls what it had
+# recorded by cleanup(). Who ends during a cleanup's call charges no batch: none was open.
 #
 # Every wait of a supervisor is `StopCounter.wait`, in a loop: there stops are counted, and systemd
 # hears what is due. In process Ctrl-C is both first and second stop, and raises in the job's own
 # frame only, as SIGUSR1 does; there is no loop then, so no watchdog.
 #
-# While a worker releases what it holds, the second stop waits and stop_grace does not end it; only
-# the third counts. (The first one is as ever: the job's first line is not reached.) It has
-# `cleanup_timeout` for each release, once more, and 10 s or stop_grace (the less); then it hangs
-# where no time limit reaches, and is killed, stop or no stop. What it had recorded by cleanup() is
-# called by the next attempt. A process that ends during a cleanup's call charges no batch: no batch
-# was open.
-#
 # A run with pending cleanups that is to go on no more has one more worker, under a new generation,
 # that calls them and does nothing else; then it is cancelled, whatever came of them. That begins no
 # attempt of the job, so `cancel` does it under maintenance too; the tick waits. A fresh start
 # needs none: the new run's worker calls what is pending of its job, of whatever run.
+#
+# People are told after the run's edge, when the lock is free, by whoever ends: `run`, `resume`, the
+# tick. `Alerts.look` compares what stands with what was raised; `begin` asks one process of probes
+# (section 7) to post and call, which is killed if it hangs. What did not arrive is tried again by
+# whoever comes after its wait; where the ledger takes nothing it is told without a record, by each
+# who comes. A job's ping of its start is sent beside its first batches.
 
 COUNTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WATCH_INTERVAL_S = 0.2
@@ -12924,10 +12922,7 @@ def troubles(
     for job in config.jobs.values():
         name, run = job.name, ledger.unfinished(job.name)
         if run and (found := run_trouble(config, ledger, run, host)):
-            asked = ledger.open_question(run)
-            about = f"{run.id} {run.number} {run.reason} {asked.name if asked else ''}".strip()
-            kind, why, todo = found
-            yield Alert(kind, about, name, run.id, f"{name}: run {run.id} {why}", todo)
+            yield found
         if why := late(ledger, job, host, lockfile):
             todo = f"batchrun status {name}"
             yield Alert("late", name, name, None, f"{name} is late: {why}.", todo)
@@ -12936,26 +12931,28 @@ def troubles(
         yield Alert("overdue", "maintenance", None, None, why, "batchrun maintenance off")
 
 
-def run_trouble(
-    config: Config, ledger: Ledger, run: Run, host: Host
-) -> tuple[str, str, str] | None:
-    """Return the trouble of an unfinished run: its kind, why, and what to type."""
-    if stuck := stalled(ledger, config.job(run.job), run, host):
-        return "stalled", f"is stalled: {stuck.what}.\n{stuck.why}", stuck.todo
-    stands, last = standing(ledger, run, host), ledger.last_attempt(run)
+def run_trouble(config: Config, ledger: Ledger, run: Run, host: Host) -> Alert | None:
+    """Return what people may be told of an unfinished run."""
+    stands: Finding | Standing = standing(ledger, run, host)
+    at, last = (run.state, run.reason), ledger.last_attempt(run)
+    refused = run.state == RunState.INTERRUPTED and last and last.ending == Ending.REFUSED
     age_s = seconds_between(run.changed_at, host.now())
-    kinds = {
-        "failed": run.state == RunState.FAILED,
-        "awaiting": situation(ledger, run) in NEEDS_A_PERSON
-        or (run.state, run.reason) == (RunState.PAUSED, Reason.RETRY)
-        or (run.state == RunState.INTERRUPTED and last and last.ending == Ending.REFUSED),
-        "paused": (run.state, run.reason) == (RunState.PAUSED, Reason.HEALTH)
-        and age_s > config.alerts.paused_after_s,
-    }
-    words = {"failed": "failed", "awaiting": "needs a person"}
-    words["paused"] = f"is paused by health for {duration_text(age_s)}"
-    kind = next((kind for kind, applies in kinds.items() if applies), None)
-    return (kind, f"{words[kind]}.\n{stands.why}".strip(), stands.todo) if kind else None
+    if stuck := stalled(ledger, config.job(run.job), run, host):
+        kind, what, stands = "stalled", f"is stalled: {stuck.what}", stuck
+    elif run.state == RunState.FAILED:
+        kind, what = "failed", "failed"
+    elif (
+        situation(ledger, run) in NEEDS_A_PERSON or at == (RunState.PAUSED, Reason.RETRY) or refused
+    ):
+        kind, what = "awaiting", "needs a person"
+    elif at == (RunState.PAUSED, Reason.HEALTH) and age_s > config.alerts.paused_after_s:
+        kind, what = "paused", f"is paused by health for {duration_text(age_s)}"
+    else:
+        return None
+    asked = ledger.open_question(run)
+    about = f"{run.id} {run.number} {run.reason} {asked.name if asked else ''}".strip()
+    why = f"{run.job}: run {run.id} {what}.\n{stands.why}".strip()
+    return Alert(kind, about, run.job, run.id, why, stands.todo)
 
 
 @contextlib.contextmanager
@@ -12969,9 +12966,6 @@ def in_no_way() -> Iterator[None]:
         pass
 
 
-NOT_OVERDUE = "Maintenance is not overdue any more."
-
-
 class Alerts:
     """Raises what stands, once, and tells it in a process of its own; see the head."""
 
@@ -12982,7 +12976,7 @@ class Alerts:
         self._has_pinged = False
 
     def look(self, lockfile: Lockfile | None, ended: Sequence[Alert] = ()) -> None:
-        """Raise what is new and close what is over; `ended` are pings to be sent."""
+        """Raise what is new and close what is over; `ended` is what a start's end is worth."""
         changes = functools.partial(self._changes, lockfile, ended)
         if any(changes()):
             self._ledger.raise_alerts(changes, self._config.alerts.ways)
@@ -13000,23 +12994,24 @@ class Alerts:
         self, lockfile: Lockfile | None, ended: Sequence[Alert]
     ) -> tuple[list[Alert], list[Alert]]:
         here = (self._config, self._ledger, self._host, lockfile)
-        found = troubles(*here) if self._config.alerts.ways else ()
+        found = [*troubles(*here), *ended] if self._config.alerts.ways else []
         is_overdue = lockfile is not None and lockfile.overdue
         stand = self._ledger.alerts()
         known = {(alert.kind, alert.about) for alert in stand}
-        raised = [each for each in found if (each.kind, each.about) not in known]
+        raised = [a for a in found if (a.kind, a.about) not in known and a.kind not in PINGS]
         over = [a for a in stand if (self._ledger.success_since(a) if a.job else not is_overdue)]
         raised += [self._recovered(job, over) for job in dict.fromkeys(a.job for a in over)]
         raised = [each for each in raised if each.kind in self._config.alerts.on]
         over += [a for a in stand if a.job and a.job not in self._config.jobs and a not in over]
-        return raised + [each for each in ended if self._config.way("ping", each)], over
+        pings = [each for each in ended if each.kind in PINGS]
+        return raised + [each for each in pings if self._config.way("ping", each)], over
 
     def _recovered(self, job: str | None, over: Sequence[Alert]) -> Alert:
         """Return that a job has succeeded after alerts, or that maintenance is over."""
-        mine = [alert for alert in over if alert.job == job]
-        run = self._ledger.last_success(job) if job else None
-        why = f"{job} has recovered: run {run.id} succeeded." if run else NOT_OVERDUE
-        told = ", ".join(f"{alert.kind} since {alert.at}" for alert in mine)
+        told = ", ".join(f"{alert.kind} since {alert.at}" for alert in over if alert.job == job)
+        run, why = None, "Maintenance is not overdue any more."
+        if job and (run := self._ledger.last_success(job)):
+            why = f"{job} has recovered: run {run.id} succeeded."
         about = job or "maintenance"
         return Alert("recovered", about, job, run and run.id, f"{why}\nIt was {told}.")
 
@@ -13025,14 +13020,25 @@ class Alerts:
         if self._inquiry is None:
             needs = []
             for tried in self._ledger.begin_deliveries(self._config.way):
-                name = f"{tried.alert.id} {tried.way}"
-                need = cast("Need", self._config.way(tried.way, tried.alert))
-                body = "" if tried.way == "ping" else event_text(tried.alert, self._config)
-                needs.append(need._replace(name=name, body=body))
-                self._tried[name] = tried
+                needs.append(self._need(tried.way, tried.alert))
+                self._tried[needs[-1].name] = tried
             reach("delivery.begun", len(needs))
             if needs:
                 self._inquiry = Inquiry(needs, self._config.folder, self._host)
+
+    def _need(self, way: str, alert: Alert) -> Need:
+        body = "" if way == "ping" else event_text(alert, self._config)
+        need = cast("Need", self._config.way(way, alert))
+        return need._replace(name=f"{alert.id} {way}", body=body)
+
+    def tell_unrecorded(self, lockfile: Lockfile | None, ended: Sequence[Alert]) -> None:
+        """Tell what is new where the ledger takes nothing; so whoever comes next tells it again."""
+        needs = []
+        for number, alert in enumerate(self._changes(lockfile, ended)[0]):
+            found = alert._replace(id=-number, at=self._host.now())
+            ways = ["ping"] if alert.kind in PINGS else self._config.alerts.ways
+            needs += [self._need(way, found) for way in ways]
+        Inquiry(needs, self._config.folder, self._host).wait()
 
     def poll(self) -> bool:
         """Record what has come back; tell whether nothing is on its way any more."""
@@ -13077,12 +13083,17 @@ def ping_of(run: Run | None, launch: Launch, code: ExitCode) -> list[Alert]:
         return []
     if run and run.state == RunState.SUCCEEDED:
         return [Alert("ping success", job, job, name, f"{job} has succeeded.")]
-    failed = code in (ExitCode.FAILED, ExitCode.PERSON_NEEDED)
-    failed |= code in (ExitCode.USAGE, ExitCode.STATE_DIRECTORY)
-    return [Alert("ping fail", job, job, name, f"{job}: exit {int(code)}.")] if failed else []
+    failed = (ExitCode.FAILED, ExitCode.USAGE, ExitCode.STATE_DIRECTORY, ExitCode.PERSON_NEEDED)
+    why = f"{job}: exit {int(code)}."
+    return [Alert("ping fail", job, job, name, why)] if code in failed else []
 
 
-# -- one job's run, from a start to its rest -----------------------------------------------------
+def unfit(outcome: Outcome, job: str) -> list[Alert]:
+    """Return what people are told of a start whose state directory was full, or not to be used."""
+    if outcome.exit_code != ExitCode.STATE_DIRECTORY:
+        return []
+    why = f"{job} needs a person: its state directory cannot be used.\n{outcome.letter}"
+    return [Alert("awaiting", f"{job} state directory", job, outcome.run and outcome.run.id, why)]
 
 
 def sent_tests(config: Config, job: str | None, host: Host) -> Iterator[Examined]:
@@ -13102,6 +13113,9 @@ def sent_tests(config: Config, job: str | None, host: Host) -> Iterator[Examined
     if not needs:
         means = "only exit codes, status and metrics tell"
         yield Examined("alerts", "[alerts]", Wellness.UNKNOWN, "names no way", means, 0.0)
+
+
+# -- one job's run, from a start to its rest -----------------------------------------------------
 
 
 class Launch(NamedTuple):
@@ -13128,20 +13142,13 @@ class Launch(NamedTuple):
         return "resume" if self.by_person else "tick"
 
 
-def with_deferred(launch: Launch, deferred: Mapping[str, Any]) -> Launch:
-    """Return a launch that also has what a deferred start asked for, which it begins."""
-    accepted = dict.fromkeys([*launch.acceptances, *deferred.get("acceptances", ())])
-    batches = launch.batches or deferred.get("batches")
-    return launch._replace(acceptances=tuple(accepted), batches=batches)
-
-
 class Outcome(NamedTuple):
     """How a command that runs a job ended: exit code, the run as it stands, a letter if any."""
 
     exit_code: ExitCode
     run: Run | None = None
     letter: str = ""
-    signalled: bool = False  # whether this process was asked to stop, and not only the run
+    signalled: bool = False  # whether this process is to stop, and not only the run
 
 
 def deferred_letter(before: Run | None, run: Run, refusal: MaintenanceOn) -> str:
@@ -13155,10 +13162,10 @@ def deferred_letter(before: Run | None, run: Run, refusal: MaintenanceOn) -> str
         refusal.todo if isinstance(refusal, MaintenanceOverdue) else "",
     ]
     if before is not None and before.deferred:
-        was, now = (stored_words(each) for each in (before, run))
+        was, now = stored_words(before), stored_words(run)
         first = "the one that was deferred before"
-        is_same = (before.id, was) == (run.id, now)
         replaced = f"It replaces {first} as run {before.id}: {was}; now {now}."
+        is_same = (before.id, was) == (run.id, now)
         lines += [f"It is the same as {first}." if is_same else replaced]
     if run.overrides:
         lines += ["Its settings are checked by the job's worker, when it begins."]
@@ -13265,7 +13272,10 @@ class Supervisor:
         """
         wanted = self._launch.when_blocked or self._job_config.when_blocked
         run = self._ledger.unfinished(self._launch.job)
-        is_ours = run is not None and self._has_begun(run)
+        is_ours = run is not None and any(  # and was not turned away itself
+            attempt.supervisor == self._me and attempt.reason != Reason.MAINTENANCE
+            for attempt in self._ledger.attempts(run)
+        )
         if wanted == "defer" and (self._anew or not is_ours):
             return self._defer(refusal)
         find = self._state.maintenance.find
@@ -13279,21 +13289,24 @@ class Supervisor:
         letter = f"{run.job}: run {run.id} is paused.\n{refusal.what}\nThe tick goes on with it."
         return Outcome(self._stops.exit_code(), self._ledger.run(run.key), letter)
 
-    def _has_begun(self, run: Run) -> bool:
-        """Tell whether we made an attempt of a run that was not turned away itself."""
-        attempts = self._ledger.attempts(run)
-        return any(a.supervisor == self._me and a.reason != Reason.MAINTENANCE for a in attempts)
-
     def _defer(self, refusal: MaintenanceOn) -> Outcome:
         """Store the start durably, under the job's lock, and say so only then."""
-        if self._lock.descriptor < 0 and not self._take_lock_to_defer():
+        if self._lock.descriptor < 0 and not self._take_lock(defers=True):
             return Outcome(self._stops.exit_code())
         before, launch = self._ledger.unfinished(self._launch.job), self._launch
         start = self._start()._replace(require_admission=self._state.maintenance.find)
-        if before is None and not launch.only_resume and (skipped := self._skipped(None)):
+        if before is None and (skipped := self._skipped(None)):
             return skipped
         if before and before.state != RunState.WAITING and launch.fresh and start.fresh:
-            raise self._not_deferred(before, refusal)
+            unfinished = f"while run {before.id} is unfinished"
+            what = f"A fresh start of {launch.job} is not deferred {unfinished}."
+            self._ledger.note(self._who, REFUSED, what, job=launch.job)
+            raise type(refusal)(
+                what,
+                why=f"{refusal.what}\n{refusal.why}".strip(),
+                unchanged="Nothing was stored; the refusal is recorded.",
+                todo=f"Give the run up, then type this again: batchrun cancel {before.id}",
+            )
         names = ("acceptances", "batches", "fresh")
         note = {name: value for name in names if (value := getattr(launch, name))}
         run = self._ledger.defer(launch.job, start, note, refusal.what)
@@ -13301,45 +13314,26 @@ class Supervisor:
             return Outcome(ExitCode.DONE, run)
         return Outcome(ExitCode.STOPPED, run, deferred_letter(before, run, refusal))
 
-    def _not_deferred(self, run: Run, refusal: MaintenanceOn) -> MaintenanceOn:
-        """Record the refusal of a fresh start that would cancel a run behind the barrier."""
-        what = f"A fresh start of {run.job} is not deferred while run {run.id} is unfinished."
-        self._ledger.note(self._who, REFUSED, what, job=run.job)
-        return type(refusal)(
-            what,
-            why=f"{refusal.what}\n{refusal.why}".strip(),
-            unchanged="Nothing was stored; the refusal is recorded.",
-            todo=f"Give the run up, then type this again: batchrun cancel {run.id}",
-        )
-
-    def _take_lock_to_defer(self) -> bool:
-        """Take the job's lock; wait a little for another start that is turned away just now."""
-        until = self._host.monotonic() + DEFER_WAIT_S
-        self._stops.look()
-        while not self._stops.count and self._host.monotonic() < until:
-            if self._lock.acquire():
-                return True
-            run = self._ledger.unfinished(self._launch.job)
-            if run and (run.state in OWNED or run.checks_at):
-                break
-            self._stops.wait(WATCH_INTERVAL_S)
-        return self._take_lock()
-
-    def _take_lock(self) -> bool:
+    def _take_lock(self, *, defers: bool = False) -> bool:
         """Take the job's lock; wait only for an orphaned worker that commits its last batch.
+
+        Who defers waits a little, too, for another start that is turned away just now.
 
         Returns:
             False if a stop was asked for while waiting.
         """
-        until, told = self._host.monotonic() + self._job_config.stop_grace_s, False
+        began_s, told = self._host.monotonic(), False
         self._stops.look()
         while not self._stops.count and not self._lock.acquire():
+            waited_s = self._host.monotonic() - began_s
             run = self._ledger.unfinished(self._launch.job)
             attempt = self._ledger.last_attempt(run) if run else None
-            orphaned = attempt is not None and not self._host.is_alive(attempt.supervisor)
-            if not orphaned or self._host.monotonic() > until:
+            is_owned = run is not None and (run.state in OWNED or run.checks_at)
+            is_orphaned = attempt is not None and not self._host.is_alive(attempt.supervisor)
+            is_brief = defers and not is_owned and waited_s < DEFER_WAIT_S
+            if not is_brief and (not is_orphaned or waited_s > self._job_config.stop_grace_s):
                 raise self._busy(attempt)
-            if not told:
+            if not is_brief and not told:
                 owners = ", ".join(map(str, self._lock.owners(self._host)))
                 said = f"waiting for pid {owners}, which a killed supervisor left behind"
                 self._watcher.say(said)
@@ -13354,10 +13348,8 @@ class Supervisor:
 
     def _busy(self, attempt: Attempt | None) -> Busy:
         """Record the refused start and return the letter that names who is in the way."""
-        known = [attempt.supervisor, attempt.worker] if attempt else []
-        alive = [process for process in known if process and self._host.is_alive(process)]
-        holders = map(self._host.identify, [] if alive else self._lock.owners(self._host))
-        who = processes_text(alive or list(filter(None, holders)), self._host)
+        alive = living(attempt, self._host)
+        who = processes_text(alive or holders(self._lock, self._host), self._host)
         times = self._ledger.refused_since_success(self._launch.job) + 1
         since = f", since {attempt.began_at}" if attempt else ""
         again = f" This is refusal {times} since its last success." if times > 2 else ""
@@ -13381,34 +13373,23 @@ class Supervisor:
         """Make attempts until the run is not kept any more, also of a run begun anew."""
         if (cancelled := self._to_cancel()) is not None:
             return self._clean_and_cancel(cancelled)
-        unfinished = self._ledger.unfinished(self._launch.job)
-        if self._launch.only_resume and unfinished is None:
-            return Outcome(ExitCode.DONE, self._ledger.latest(self._launch.job))
-        if (skipped := self._skipped(unfinished)) is not None:
+        if skipped := self._skipped(self._ledger.unfinished(self._launch.job)):
             return skipped
         outcome = self._attempt(self._admit())
         while (run := outcome.run) is not None:
             kept = run.state == RunState.RESERVED or run.checks_at
             if kept and not self._launch.in_process:
                 outcome = self._attempt_again(run)
-            elif run.fresh_in_a_row < self._job_config.max_fresh and self._found_another_source(
-                run
-            ):
+            elif not self._found_another_source(run):
+                break
+            elif run.fresh_in_a_row >= self._job_config.max_fresh:
+                return self._too_many_fresh(run)
+            else:
                 reason, in_a_row = "its source changed", run.fresh_in_a_row + 1
                 self._watcher.say(f"run {run.id} is cancelled, {reason}; a new one begins")
                 self._anew = {"fresh": True, "fresh_reason": reason, "fresh_in_a_row": in_a_row}
                 outcome = self._attempt(self._admit())
-            else:
-                break
-        return self._unless_more_is_to_do(outcome)
-
-    def _unless_more_is_to_do(self, outcome: Outcome) -> Outcome:
-        """Return the end of a run, or what follows it: a whole run, or a letter."""
-        if outcome.run is not None and self._found_another_source(outcome.run):
-            return self._too_many_fresh(outcome.run)
-        if self._was_no_whole_run(outcome):
-            return self._run_until_done()
-        return outcome
+        return self._run_until_done() if self._was_no_whole_run(outcome) else outcome
 
     def _too_many_fresh(self, run: Run) -> Outcome:
         what = f"The source of {run.job} changed {run.fresh_in_a_row + 1} times in a row."
@@ -13419,17 +13400,20 @@ class Supervisor:
     def _was_no_whole_run(self, outcome: Outcome) -> bool:
         """Tell whether a start that wanted a whole run has only gone on with another kind."""
         launch, run = self._launch, outcome.run
-        wanted = not (launch.only_resume or launch.retry or launch.rollback)
-        ended = run is not None and not run.is_whole and run.state == RunState.SUCCEEDED
-        return bool(wanted and ended and not self._stops.count)
+        if launch.only_resume or launch.retry or launch.rollback or self._stops.count:
+            return False
+        return run is not None and not run.is_whole and run.state == RunState.SUCCEEDED
 
     def _skipped(self, unfinished: Run | None) -> Outcome | None:
-        """End a start that would begin a run in a period that has its success already.
+        """End a start that finds nothing to go on with, or whose period has its success already.
 
         A run that waits has not begun: it is cancelled, with the same words.
         """
-        waits = unfinished is not None and unfinished.state == RunState.WAITING
-        if (unfinished and not waits) or not (said := self._succeeded_in_this_period(unfinished)):
+        if self._launch.only_resume and unfinished is None:
+            return Outcome(ExitCode.DONE, self._ledger.latest(self._launch.job))
+        if unfinished is not None and unfinished.state != RunState.WAITING:
+            return None
+        if not (said := self._succeeded_in_this_period(unfinished)):
             return None
         self._ledger.note(self._who, "skipped: once per period", said, job=self._launch.job)
         self._watcher.say(said)
@@ -13459,22 +13443,25 @@ class Supervisor:
 
     def _found_another_source(self, run: Run) -> bool:
         """Tell whether the attempt found a changed source that the job wants to begin anew with."""
-        wanted = self._job_config.on_changed_source == "fresh" and not self._launch.only_resume
-        attempt = self._ledger.last_attempt(run) if wanted else None
+        wants = self._job_config.on_changed_source == "fresh" and not self._launch.only_resume
+        attempt = self._ledger.last_attempt(run)
         changed = attempt is not None and attempt.ending == Ending.CHANGED
-        return changed and run.state == RunState.FAILED
+        return wants and changed and run.state == RunState.FAILED
 
     def _admit(self) -> Admission:
         """Make what was read durable after an unclean end, then admit in one transaction."""
         job = self._launch.job
-        self._require_same_code()
-        unfinished = self._ledger.unfinished(job)
+        if code_digest() != self._code:
+            raise CodeChanged(
+                f"{__file__} was replaced while this batchrun was running.",
+                unchanged="No other attempt was started.",
+                todo=f"The next `batchrun run {job}` goes on with the new one.",
+            )
         require_witnesses_known(self._ledger, self._store)
-        last = self._ledger.last_attempt(unfinished) if unfinished else None
-        left = unfinished is not None and unfinished.state in OWNED
-        kept = last is not None and last.supervisor == self._me
-        died = last is not None and last.ending in (None, Ending.DIED, Ending.OVERDUE)
-        unclean = died or (left and not kept)
+        run, unclean = self._ledger.unfinished(job), False
+        if run and (last := self._ledger.last_attempt(run)):
+            left = run.state in OWNED and last.supervisor != self._me
+            unclean = left or last.ending in (None, Ending.DIED, Ending.OVERDUE)
         with disk_letters(self._store.folder, self._host):
             if unclean:
                 self._ledger.make_durable()
@@ -13486,6 +13473,10 @@ class Supervisor:
             judge = functools.partial(agree, self._ledger, self._store, anew=unclean)
             admission = self._ledger.admit(job, self._start(), judge)
         self._anew = {}  # the next ones go on with it
+        launch, deferred = self._launch, admission.deferred  # a start that this one begins
+        accepted = dict.fromkeys([*launch.acceptances, *deferred.get("acceptances", ())])
+        batches = launch.batches or deferred.get("batches")
+        self._launch = launch._replace(acceptances=tuple(accepted), batches=batches)
         return admission
 
     def _start(self) -> Start:
@@ -13511,15 +13502,6 @@ class Supervisor:
             **self._anew,
         )
 
-    def _require_same_code(self) -> None:
-        """Refuse to start a worker of another batchrun than this one."""
-        if code_digest() != self._code:
-            raise CodeChanged(
-                f"{__file__} was replaced while this batchrun was running.",
-                unchanged="No other attempt was started.",
-                todo=f"The next `batchrun run {self._launch.job}` goes on with the new one.",
-            )
-
     # -- between two attempts ------------------------------------------------------------------
 
     def _attempt_again(self, run: Run) -> Outcome:
@@ -13534,9 +13516,8 @@ class Supervisor:
                 return self._attempt(admission)
         run = self._ledger.run(run.key)
         if run.request == Request.CANCEL and self._ledger.pending_cleanups(run.job):
-            outcome = self._clean_and_cancel(run)
-            code = outcome.exit_code or ExitCode.STOPPED  # as without cleanups
-            return outcome._replace(exit_code=code)
+            outcome = self._clean_and_cancel(run)  # and end as without cleanups
+            return outcome._replace(exit_code=outcome.exit_code or ExitCode.STOPPED)
         return self._outcome(self._ledger.rest(run, reason, why))
 
     def _wait_to_begin(self, run: Run) -> tuple[Reason, str]:
@@ -13571,14 +13552,14 @@ class Supervisor:
             self._show(f"paused by health, checks again at {checks_at[11:19]}Z: {verdict.why}")
         return run
 
-    def _look_for_cause(self, run: Run, generation: int, seen: AttemptEnd) -> bool:
+    def _look_for_cause(self, run: Run, seen: AttemptEnd) -> bool:
         """Check after a failure that may be retried; tell whether that excuses it."""
         attempt = cast("Attempt", self._ledger.last_attempt(run))
         if not (attempt.retry if attempt.ending else seen.retry):
             return False
         self._health.check_soon()
         while not self._stops.count and self._health.is_due:
-            self._health.beat(run, generation, None)
+            self._health.beat(run, run.generation, None)
             if self._health.is_due:
                 self._stops.wait(WATCH_INTERVAL_S)
         self._health.end()
@@ -13609,7 +13590,10 @@ class Supervisor:
         if recycled:
             patience.wait_s = 0.0
             return After(RunState.RESERVED, why=f"{attempt.error} A fresh worker goes on.")
-        if unwell and self._gave_way(run, attempt):
+        killed = attempt.ending == Ending.DIED and attempt.exit_code == ExitCode.FAILED
+        gave_way = killed or attempt.ending == Ending.STOPPED
+        others = self._stops.count or run.request or attempt.retry is not None
+        if unwell and gave_way and not others:
             patience.wait_s = 0.0
             return After(RunState.PAUSED, Reason.HEALTH, unwell)
         return self._try_again(run, attempt) if attempt.retry else after_ending(run, attempt)
@@ -13634,54 +13618,53 @@ class Supervisor:
         self._follows = after.why
         return after
 
-    def _gave_way(self, run: Run, attempt: Attempt) -> bool:
-        """Tell whether an attempt ended because it was asked to for the sake of health alone."""
-        by_stop = attempt.ending == Ending.STOPPED
-        by_kill = attempt.ending == Ending.DIED and attempt.exit_code == ExitCode.FAILED
-        others = self._stops.count or run.request or attempt.retry is not None
-        return (by_stop or by_kill) and not others
-
     # -- one attempt ---------------------------------------------------------------------------
 
     def _attempt(self, admission: Admission) -> Outcome:
         """Run one worker to its end and make the run's edge from what it recorded."""
-        run, generation = admission.run, admission.generation
-        self._began_with.setdefault(run.key, run.batches)
-        self._launch = with_deferred(self._launch, admission.deferred)
+        run = admission.run
         for line in admission.said:
             self._watcher.say(line)
-        if generation == 0:
+        if admission.generation == 0:
             return self._outcome(run)
         if run.number:
             where = f"after commit {run.number}, {run.read:,} records read"
             self._watcher.say(f"run {run.id} goes on {where}")
-        order = self._order(run, generation)
         if self._launch.in_process:
-            return self._attempt_in_process(admission, order)
+            return self._attempt_in_process(run)
         self._alerts.ping(run)
-        self._nothing_lives = False
-        try:
-            worker = WorkerProcess(order, self._open_log(run), run, self._host)
-        except BatchrunError as refusal:
-            self._nothing_lives = True
-            seen = letter_end(refusal)._replace(ending=Ending.DIED)
-            return self._outcome(self._ledger.settle(run, generation, seen))
-        self._watch(worker, run)
-        self._nothing_lives = worker.end_group()
-        run = self._settle(worker, run, generation)
+        seen, worker = self._work(run, self._order(run))
+        if worker is None:
+            return self._outcome(self._ledger.settle(run, run.generation, seen))
+        run = self._settle(worker, run, seen)
         if run.state == RunState.RESERVED and not self._nothing_lives:
             run = self._ledger.rest(run, Reason.RETRY, "What its worker left behind still lives.")
         self._watcher.progress(run)
         return self._outcome(run)
 
-    def _settle(self, worker: WorkerProcess, run: Run, generation: int) -> Run:
+    def _work(self, run: Run, order: Order) -> tuple[AttemptEnd, WorkerProcess | None]:
+        """See a worker through to the end of all that it started; None if it could not start.
+
+        The end is what is to be recorded where it has recorded none.
+        """
+        self._nothing_lives = False
+        try:
+            worker = WorkerProcess(order, self._open_log(run), run, self._host)
+        except BatchrunError as refusal:
+            self._nothing_lives = True
+            return letter_end(refusal)._replace(ending=Ending.DIED), None
+        self._watch(worker, run)
+        self._nothing_lives = worker.end_group()
+        run = self._ledger.run(run.key)
+        return worker.seen_end(run, self._ledger.called_cleanup(run)), worker
+
+    def _settle(self, worker: WorkerProcess, run: Run, seen: AttemptEnd) -> Run:
         """Make the run's edge; what follows is said only when the write lock is given back."""
-        ended = {"signal": worker.ended_by, "peak_rss_bytes": worker.peak_rss_bytes}
-        called = self._ledger.called_cleanup(self._ledger.run(run.key))
-        seen = worker.seen_end(self._ledger.run(run.key), called)
-        excused = self._look_for_cause(run, generation, seen) or called is not None
+        was_at_cleanup = self._ledger.called_cleanup(self._ledger.run(run.key)) is not None
+        excused = self._look_for_cause(run, seen) or was_at_cleanup
         decide = functools.partial(self._decide, unwell=worker.unwell)
-        run = self._ledger.settle(run, generation, seen, decide, excused=excused, **ended)
+        how = worker.diagnosis
+        run = self._ledger.settle(run, run.generation, seen, decide, excused=excused, **how)
         if self._follows:
             self._watcher.say(self._follows)
             self._follows = ""
@@ -13697,19 +13680,12 @@ class Supervisor:
 
     def _clean_and_cancel(self, run: Run) -> Outcome:
         """Let a worker call what is pending of a run's job; then cancel the run if that is due."""
-        ledger, host = self._ledger, self._host
-        generation = ledger.begin_cleaning(run, self._me, self._who)
-        order, ended = self._order(run, generation)._replace(cleans=True), {}
-        self._nothing_lives = False
-        try:
-            worker = WorkerProcess(order, self._open_log(run), run, host)
-            self._watch(worker, ledger.run(run.key))
-            self._nothing_lives = worker.end_group()
-            seen = worker.seen_end(run, ledger.called_cleanup(ledger.run(run.key)))
-            ended = {"signal": worker.ended_by, "peak_rss_bytes": worker.peak_rss_bytes}
-        except BatchrunError as refusal:
-            self._nothing_lives, seen = True, letter_end(refusal)
-        run = ledger.end_cleaning(run, generation, seen, self._who, **ended)
+        ledger = self._ledger
+        ledger.begin_cleaning(run, self._me, self._who)
+        run = ledger.run(run.key)
+        seen, worker = self._work(run, self._order(run)._replace(cleans=True))
+        ended = worker.diagnosis if worker else {}
+        run = ledger.end_cleaning(run, run.generation, seen, self._who, **ended)
         attempt = cast("Attempt", ledger.last_attempt(run))
         if not any(cleanup.run == run.id for cleanup in ledger.pending_cleanups(run.job)):
             return Outcome(ExitCode.DONE, run)
@@ -13717,31 +13693,24 @@ class Supervisor:
         letter = f"{letter_text(attempt)}\n{stands}\nTo try again: batchrun cancel {run.id}"
         return Outcome(ExitCode.FINDINGS, run, letter)
 
-    def _order(self, run: Run, generation: int) -> Order:
-        launch = self._launch
+    def _order(self, run: Run) -> Order:
+        launch, began_with = self._launch, self._began_with.setdefault(run.key, run.batches)
+        left = launch.batches and max(0, launch.batches - (run.batches - began_with))
         return Order(
             config=str(self._config.path),
             job=run.job,
             run=run.key,
-            generation=generation,
+            generation=run.generation,
             lock=self._lock.descriptor,
             supervisor=os.getppid() if launch.in_process else os.getpid(),
-            batches=self._batches_left(run),
+            batches=left,
             acceptances=list(launch.acceptances),
         )
 
-    def _batches_left(self, run: Run) -> int | None:
-        """Return how many batches of those that were asked for are still to be done."""
-        if self._launch.batches is None:
-            return None
-        return max(
-            0, self._launch.batches - (run.batches - self._began_with.get(run.key, run.batches))
-        )
-
-    def _attempt_in_process(self, admission: Admission, order: Order) -> Outcome:
+    def _attempt_in_process(self, run: Run) -> Outcome:
         """Run the worker's code here, for debuggers and tests; the lock is kept to our end."""
         self._nothing_lives = False
-        worker = Worker(order, self._config, self._ledger, self._host)
+        worker = Worker(self._order(run), self._config, self._ledger, self._host)
 
         def give_up(number: int, _: object) -> None:
             self._stops.take(signal.Signals(number))
@@ -13751,10 +13720,8 @@ class Supervisor:
         end = worker.drive()
         sys.stdout.flush()
         if not worker.recorded:
-            run = self._ledger.run(admission.run.key)
-            return Outcome(end.exit_code, run, letter_text(end))
-        run, generation = admission.run, admission.generation
-        return self._outcome(self._ledger.settle(run, generation, end, self._decide))
+            return Outcome(end.exit_code, self._ledger.run(run.key), letter_text(end))
+        return self._outcome(self._ledger.settle(run, run.generation, end, self._decide))
 
     def _open_log(self, run: Run) -> int:
         """Open a run's log; no run fails for one that cannot be written, it is said."""
@@ -13767,30 +13734,24 @@ class Supervisor:
 
     def _watch(self, worker: WorkerProcess, run: Run) -> None:
         """Wait for the worker, look after its health, pass stops on to it, show what it does."""
-        ended, generation = False, run.generation
-        while not ended:
-            ended = worker.has_ended()
+        generation = run.generation
+        while not worker.has_ended():
             self._say_what_is_new(run)
-            if not ended:
-                run = self._ledger.run(run.key)
-                self._watcher.progress(run)
-                self._show(doing_text(run, self._stops.count))
-                self._stops.wait(WATCH_INTERVAL_S)
-                self._alerts.poll()
-                if run.state in OWNED:
-                    self._look_after(worker, run, generation)
-                releases_until = self._ledger.releases_until(run)
-                self._pass_stops_on(worker, releases_until)
-                releases = releases_until is not None
-                self._limit_batch(worker, self._ledger.run(run.key), releases=releases)
+            run = self._ledger.run(run.key)
+            self._watcher.progress(run)
+            self._show(doing_text(run, self._stops.count))
+            self._alerts.poll()
+            if run.state in OWNED:
+                verdict = self._health.beat(run, generation, worker.pid)
+                if verdict.pause and not worker.unwell:
+                    worker.unwell, worker.unwell_at = verdict.why, self._host.monotonic()
+            releases_until = self._ledger.releases_until(run)
+            self._pass_stops_on(worker, releases_until)
+            self._limit_batch(worker, run, releases=releases_until is not None)
+            self._stops.wait(WATCH_INTERVAL_S)
+        self._say_what_is_new(run)
         self._health.end()
         self._alerts.end()
-
-    def _look_after(self, worker: WorkerProcess, run: Run, generation: int) -> None:
-        """Take note of the first verdict to pause; a worker that was asked to stop does so."""
-        verdict = self._health.beat(run, generation, worker.pid)
-        if verdict.pause and not worker.unwell:
-            worker.unwell, worker.unwell_at = verdict.why, self._host.monotonic()
 
     def _say_what_is_new(self, run: Run) -> None:
         """Show the lines for people that were recorded since the last time."""
@@ -13813,12 +13774,12 @@ class Supervisor:
     def _pass_stops_on(self, worker: WorkerProcess, releases_until: float | None) -> None:
         """Ask the worker as strongly as the stops so far demand; see the head of this section."""
         stops = self._stops.count or int(bool(worker.unwell))
-        waited_s = max(self._stops.waited_s(), worker.unwell_s(self._host.monotonic()))
+        waited_s = self._host.monotonic() - min(self._stops.first_at, worker.unwell_at)
         grace_s, cleans = self._job_config.stop_grace_s, releases_until is not None
-        more_s = min(grace_s, KILL_AFTER_INTERRUPT_S)
-        left_s = grace_s - waited_s + more_s
+        left_s = grace_s - waited_s
         if releases_until is not None:
-            left_s = releases_until - self._host.monotonic() + more_s
+            left_s = releases_until - self._host.monotonic()
+        left_s += min(grace_s, KILL_AFTER_INTERRUPT_S)
         if self._stops.count:
             self._host.systemd.extend(left_s + 2 * ORPHAN_GRACE_S)
         if cleans and left_s < 0:
@@ -13826,7 +13787,7 @@ class Supervisor:
             worker.ask(signal.SIGKILL)
         elif stops >= 3 or (stops and left_s < 0):
             worker.ask(signal.SIGKILL)
-        elif (stops == 2 or waited_s > grace_s) and not cleans:
+        elif stops == 2 or waited_s > grace_s:  # of no use to one that releases what it holds
             worker.ask(signal.SIGUSR1)
         elif stops:
             worker.ask(signal.SIGTERM)
@@ -13990,6 +13951,20 @@ def processes_text(processes: Iterable[ProcessIdentity], host: Host, *, aged: bo
     return " and ".join(found) or "a process that has just ended"
 
 
+def living(attempt: Attempt | None, host: Host) -> list[ProcessIdentity]:
+    """Return the recorded processes of an attempt that live: supervisor, worker, or one as both."""
+    recorded = dict.fromkeys([attempt.supervisor, attempt.worker] if attempt else [])
+    return [process for process in recorded if process and host.is_alive(process)]
+
+
+def holders(lock: JobLock, host: Host) -> list[ProcessIdentity]:
+    """Return the processes that keep a lock's file open; none if nobody made it."""
+    try:
+        return list(filter(None, map(host.identify, lock.owners(host))))
+    except FileNotFoundError:
+        return []
+
+
 class CodeChanged(BatchrunError):
     """batchrun itself was replaced under a running supervisor."""
 
@@ -14018,7 +13993,7 @@ class StopCounter:
         self._host = host
         self.count = 0
         self._first: signal.Signals | None = None
-        self._first_at = self._last_at = 0.0
+        self.first_at, self._last_at = float("inf"), 0.0  # on the monotonic clock
 
     def begin(self) -> None:
         """Block what is counted, SIGCHLD (`wait` ends early with a worker), and our timer's."""
@@ -14048,16 +14023,12 @@ class StopCounter:
         """Count a stop; the same one within a moment only once."""
         now = self._host.monotonic()
         if self.count == 0:
-            self._first, self._first_at = number, now
+            self._first, self.first_at = number, now
             self._host.systemd.stopping()
         elif now - self._last_at < ONE_STOP_S.get(number, ONE_STOP_DEFAULT_S):
             return
         self.count += 1
         self._last_at = now
-
-    def waited_s(self) -> float:
-        """Return the time since the first stop; 0 if there was none."""
-        return self._host.monotonic() - self._first_at if self.count else 0.0
 
     def exit_code(self) -> ExitCode:
         """Return what a stop ends with: 130 if Ctrl-C was the first that was asked for."""
@@ -14083,10 +14054,11 @@ class WorkerProcess:
         import subprocess  # 25 ms, supervisors only
 
         self._host, self._asked = host, 0
-        self._exit, self.peak_rss_bytes = 0, 0
+        self._exit, self._peak_rss_bytes = 0, 0
         self.killed_for = "The worker did not stop when it was asked to, and was killed."
         self.overdue: LateBatch | None = None
-        self.unwell, self.unwell_at = "", 0.0  # why it is to stop for the sake of health, and when
+        # why it is to stop for the sake of health, and since when
+        self.unwell, self.unwell_at = "", float("inf")
         self._open = (run.number, host.monotonic())  # since when the batch after it is open
         self._oom_kills = host.oom_kills()
         self._strangers = set(host.children())  # of whoever became this process by exec
@@ -14112,22 +14084,19 @@ class WorkerProcess:
         self.pid = self._process.pid
         reach("worker.started")
 
-    def unwell_s(self, now_s: float) -> float:
-        """Return the time since the worker is to stop for the sake of health; 0 if it is not."""
-        return now_s - self.unwell_at if self.unwell else 0.0
-
     def has_ended(self) -> bool:
         """Tell whether the worker is gone, and keep how."""
         pid, status, usage = os.wait4(self.pid, os.WNOHANG)
         if pid:
             self._exit = self._process.returncode = os.waitstatus_to_exitcode(status)
-            self.peak_rss_bytes = usage.ru_maxrss * 1024
+            self._peak_rss_bytes = usage.ru_maxrss * 1024
         return bool(pid)
 
     @property
-    def ended_by(self) -> int | None:
-        """The signal that ended the worker, if one did."""
-        return -self._exit if self._exit < 0 else None
+    def diagnosis(self) -> dict[str, int | None]:
+        """The signal that ended the worker, if one did, and its peak of memory."""
+        ended_by = -self._exit if self._exit < 0 else None
+        return {"signal": ended_by, "peak_rss_bytes": self._peak_rss_bytes}
 
     def ask(self, number: signal.Signals) -> None:
         """Send a signal to the worker, once each, and only ever a stronger one."""
@@ -14149,15 +14118,15 @@ class WorkerProcess:
         Who is left is our child, whatever its group or session, as soon as its parent is gone:
         we are the subreaper.
         """
-        began, number = self._host.monotonic(), signal.SIGTERM
+        began = self._host.monotonic()
         while left := self._left_behind():
-            for pid in left:
-                with contextlib.suppress(PermissionError):
-                    os.kill(pid, number)
             waited_s = self._host.monotonic() - began
             if waited_s > 2 * ORPHAN_GRACE_S:
                 return False
             number = signal.SIGKILL if waited_s > ORPHAN_GRACE_S else signal.SIGTERM
+            for pid in left:
+                with contextlib.suppress(PermissionError):
+                    os.kill(pid, number)
             self._host.systemd.turn()
             self._host.sleep(BUSY_STEP_S)
         return True
@@ -14194,7 +14163,7 @@ class WorkerProcess:
 
     def _went_away(self) -> str:
         """Return how the worker died, with its peak of memory."""
-        peak = f"peak {size_text(self.peak_rss_bytes)}"
+        peak = f"peak {size_text(self._peak_rss_bytes)}"
         if self._exit >= 0:
             return f"The worker left with exit code {self._exit} and no ending ({peak})"
         names = {number.value: number.name for number in signal.Signals}
@@ -14218,6 +14187,23 @@ WAIT_LIMIT_S = 3600.0
 LOCK_LIMIT_S = 10.0  # for the lock to be free after the KILL
 
 
+@contextlib.contextmanager
+def holding(lock: JobLock) -> Iterator[bool]:
+    """Hold a job's lock for a moment, if nobody else does; gives whether it is held."""
+    is_held = lock.acquire()
+    try:
+        yield is_held
+    finally:
+        if is_held:
+            lock.release()
+
+
+def is_owned(state: StateDirectory, job: str) -> bool:
+    """Tell whether some process holds a job's lock at this moment."""
+    with holding(JobLock(state.lock_path(job))) as was_free:
+        return not was_free
+
+
 class Stopper:
     """Pauses or cancels one run that another process may own."""
 
@@ -14230,10 +14216,10 @@ class Stopper:
 
     def stop(self) -> bool:
         """Stop the run at once if nobody owns it, else ask for it; tell whether it is done."""
-        if self._stop_idle():
-            return True
-        self._ledger.request(self._run, self._request, self._who)
-        return False
+        is_done = self._stop_idle()
+        if not is_done:
+            self._ledger.request(self._run, self._request, self._who)
+        return is_done
 
     @property
     def _run(self) -> Run:
@@ -14241,26 +14227,19 @@ class Stopper:
 
     def _stop_idle(self) -> bool:
         """Stop the run if its lock is free."""
-        if not self._lock.acquire():
-            return False
-        try:
-            if self._request == Request.CANCEL:
+        with holding(self._lock) as is_idle:
+            if is_idle and self._request == Request.CANCEL:
                 self._ledger.cancel(self._run, self._who, "a person decided so")
-            else:
+            elif is_idle:
                 self._ledger.pause(self._run, self._who)
-        finally:
-            self._lock.release()
-        return True
+        return is_idle
 
     def wait(
         self, host: Host, say: Callable[[str], None], *, kill_after_s: float | None = None
     ) -> None:
-        """Wait until the run has stopped and its lock is free; end its owners, if asked to.
+        """Wait until the run has stopped and its lock is free; `say` tells for whom.
 
-        Args:
-            host: the machine.
-            say: shows one line, when there is something new to wait for.
-            kill_after_s: the time between TERM and KILL; without it the owners are left alone.
+        `kill_after_s` is the time between TERM and KILL; without it the owners are left alone.
 
         Raises:
             Busy: it did not stop within the limit; what was asked for stands.
@@ -14276,7 +14255,12 @@ class Stopper:
                 say(words)
             told = words
             if waited_s > limit_s:
-                raise self._too_late(words, limit_s)
+                raise Busy(
+                    f"Run {self._run.id} has not stopped within {duration_text(limit_s)}.",
+                    why=f"Still {words}.",
+                    unchanged=f"The {self._request} is asked for, and stays so.",
+                    todo=f"To end its processes: batchrun cancel --kill {self._run.id}",
+                )
             if kill_after_s is not None and self._is_owned:
                 self._end(known, host, late=waited_s > kill_after_s)
             host.sleep(WATCH_INTERVAL_S)
@@ -14296,47 +14280,33 @@ class Stopper:
 
     def _owners(self, host: Host) -> list[ProcessIdentity]:
         """Return the living owners: those recorded, and what holds the lock below them."""
-        attempt = self._ledger.last_attempt(self._run)
-        recorded = [attempt.supervisor, attempt.worker] if attempt else []
-        alive = [process for process in recorded if process and host.is_alive(process)]
-        with contextlib.suppress(FileNotFoundError):  # the lock file was removed
-            below = {pid for process in alive for pid in host.children(process.pid)}
-            below |= {pid for child in below for pid in host.children(child)}
-            holding = below.intersection(self._lock.owners(host)) - {p.pid for p in alive}
-            alive += filter(None, map(host.identify, holding))
-        return alive
+        alive = living(self._ledger.last_attempt(self._run), host)
+        below = {pid for process in alive for pid in host.children(process.pid)}
+        below |= {pid for child in below for pid in host.children(child)}
+        held = holders(self._lock, host)
+        return alive + [each for each in held if each.pid in below and each not in alive]
 
     def _end(self, owners: Iterable[ProcessIdentity], host: Host, *, late: bool) -> None:
         """Send what is due to each owner, once: TERM and CONT, then KILL; leave a row of it."""
-        for owner in owners:
-            for number in (signal.SIGKILL,) if late else (signal.SIGTERM, signal.SIGCONT):
-                if (owner, number) in self._sent:
-                    continue
-                self._sent.add((owner, number))
-                if number != signal.SIGCONT:
-                    words = f"{number.name} to {processes_text([owner], host)}"
-                    self._ledger.note(self._who, "ends the owner", words, run=self._run)
-                host.send(owner, number)
-
-    def _too_late(self, words: str, limit_s: float) -> Busy:
-        return Busy(
-            f"Run {self._run.id} has not stopped within {duration_text(limit_s)}.",
-            why=f"Still {words}.",
-            unchanged=f"The {self._request} is asked for, and stays so.",
-            todo=f"To end its processes: batchrun cancel --kill {self._run.id}",
-        )
+        numbers = (signal.SIGKILL,) if late else (signal.SIGTERM, signal.SIGCONT)
+        due = [(owner, number) for owner in owners for number in numbers]
+        for owner, number in [each for each in due if each not in self._sent]:
+            self._sent.add((owner, number))
+            if number != signal.SIGCONT:
+                words = f"{number.name} to {processes_text([owner], host)}"
+                self._ledger.note(self._who, "ends the owner", words, run=self._run)
+            host.send(owner, number)
 
 
 # -- reconciling ---------------------------------------------------------------------------------
 
 
 class Answered(NamedTuple):
-    """An operation of unknown outcome, and what is known of it now."""
+    """An operation of unknown outcome, and what would be, or was, recorded of it."""
 
     operation: Operation
     run: Run
-    told: Told | None  # what would be, or was, recorded; None: nobody has said anything
-    why: str = ""  # nothing can be said
+    told: Told  # without an outcome: maybe why nobody can tell
 
 
 class Reconciler:
@@ -14356,7 +14326,7 @@ class Reconciler:
         """Return the operations of unknown outcome, of a run or of all."""
         runs = [run] if run else [found for found, _ in self._ledger.runs_with_open_operations()]
         return [
-            Answered(operation, each, None, operation.why or "")
+            Answered(operation, each, Told(operation.id, None))
             for each in runs
             for operation in self._ledger.open_operations(each)
         ]
@@ -14369,60 +14339,54 @@ class Reconciler:
         Raises:
             Busy: a job of which a person has answered is running; nothing was changed.
         """
-        known = {row.operation.id: row for row in rows}
+        told = {row.operation.id: row.told for row in rows}
         with contextlib.ExitStack() as held:
-            for job in sorted({row.run.job for row in rows if lookup or row.told}):
+            for job in sorted({row.run.job for row in rows if lookup or row.told.outcome}):
                 mine = [row for row in rows if row.run.job == job]
+                asked = [row.operation for row in mine if lookup and not row.told.outcome]
                 try:
                     if applies:
                         held.enter_context(self._owning(job, who))
-                    asked = [row for row in mine if lookup and row.told is None]
-                    found = self._looked_up(job, asked, settled=applies) if asked else []
+                    told |= self._looked_up(job, asked, settled=applies) if asked else {}
                 except Busy as error:
-                    if any(row.told for row in mine):
+                    if len(asked) < len(mine):
                         raise
-                    found = [row._replace(why=error.what) for row in mine]
-                known |= {row.operation.id: row for row in found}
-            for row in known.values():
-                if applies and row.told:
+                    told |= {row.id: Told(row.id, None, why=error.what) for row in asked}
+            rows = [row._replace(told=told[row.operation.id]) for row in rows]
+            for row in rows:
+                if applies and row.told.outcome:
                     self._ledger.answer(row.operation, row.told, who)
-        return list(known.values())
+        return rows
 
     @contextlib.contextmanager
     def _owning(self, job: str, who: str) -> Iterator[None]:
         """Hold a job's lock, so that no claimant is left; Busy if somebody else has it."""
-        lock = JobLock(self._state.lock_path(job))
-        if not lock.acquire():
-            raise Busy(
-                f"{job} is running, and finds out by itself.",
-                unchanged="Nothing was changed.",
-                todo=f"See: batchrun status {job}",
-            )
-        try:
+        with holding(JobLock(self._state.lock_path(job))) as is_held:
+            if not is_held:
+                raise Busy(
+                    f"{job} is running, and finds out by itself.",
+                    unchanged="Nothing was changed.",
+                    todo=f"See: batchrun status {job}",
+                )
             if run := self._ledger.unfinished(job):
                 self._ledger.settle_left(run, who)
             yield
-        finally:
-            lock.release()
 
-    def _looked_up(self, job: str, rows: list[Answered], *, settled: bool) -> list[Answered]:
-        """Return what the destination says of operations; `settled` waits until absent is true."""
-        rows, options = self._asked(job, rows), self._config.job(job)
-        absent = [row for row in rows if row.told and row.told.outcome == FREED]
+    def _looked_up(self, job: str, rows: list[Operation], *, settled: bool) -> dict[int, Told]:
+        """Return, by id, what is known after lookups; `settled` waits until absent is true."""
+        told, settle_s = self._asked(job, rows), self._config.job(job).settle_s
+        absent = [row for row in rows if told[row.id].outcome == FREED]
         if settled and absent:
-            self._say(f"{job}: {len(absent)} are absent; asked again in {options.settle_s:g} s")
-            until = self._host.monotonic() + options.settle_s
-            while (left_s := until - self._host.monotonic()) > 0:
-                self._host.sleep(min(left_s, WATCH_INTERVAL_S))
-            again = {row.operation.id: row for row in self._asked(job, absent)}
-            rows = [again.get(row.operation.id, row) for row in rows]
-        return rows
+            self._say(f"{job}: {len(absent)} are absent; asked again in {settle_s:g} s")
+            self._host.sleep(settle_s)
+            told |= self._asked(job, absent)
+        return told
 
-    def _asked(self, job: str, rows: list[Answered]) -> list[Answered]:
+    def _asked(self, job: str, rows: list[Operation]) -> dict[int, Told]:
         """Return what the job's lookups say, called in a process of their own."""
         import subprocess
 
-        asked = [(r.operation.key, r.operation.lookup) for r in rows if r.operation.lookup]
+        asked = [(row.key, row.lookup) for row in rows if row.lookup]
         order = json.dumps([str(self._config.path), job, asked])
         limit_s = PROBE_START_S + len(asked) * (self._config.job(job).call_timeout_s + 1)
         answers: dict[str, list[Any]] = {}
@@ -14433,20 +14397,22 @@ class Reconciler:
             ended = subprocess.run(words, input=order, check=False, **ways)
             answers = {key: answer for key, *answer in map(json.loads, ended.stdout.splitlines())}
             cut = "its process ended during the call"
-        return [
-            self._answered(row, answers.get(row.operation.key, [None, None, cut])) for row in rows
-        ]
+        none = [None, None, cut]
+        return {row.id: told_by_lookup(row, *answers.get(row.key, none)) for row in rows}
 
-    def _answered(self, row: Answered, answer: list[Any]) -> Answered:
-        if not row.operation.lookup:
-            why = "its lookup is no plain function, so only the job itself can ask"
-            if row.operation.lookup is None:
-                why = "it has no lookup, so only a person can tell"
-            return row._replace(why=f"{row.why}\n{why}".strip())
-        outcome, receipt, why = answer
-        if outcome is None:
-            return row._replace(told=None, why=f"cannot tell: {mask_secrets(why)}")
-        return row._replace(told=Told(row.operation.id, outcome, receipt, "lookup"))
+
+def told_by_lookup(
+    operation: Operation, outcome: str | None, receipt: str | None, why: str
+) -> Told:
+    """Return what a lookup says of an operation, or why nobody but a person or the job can."""
+    if outcome:
+        return Told(operation.id, outcome, receipt, "lookup")
+    if operation.lookup:
+        return Told(operation.id, None, why=f"cannot tell: {mask_secrets(why)}")
+    why = "its lookup is no plain function, so only the job itself can ask"
+    if operation.lookup is None:
+        why = "it has no lookup, so only a person can tell"
+    return Told(operation.id, None, why=f"{operation.why or ''}\n{why}".strip())
 
 
 def by_person(
@@ -14465,10 +14431,10 @@ def by_person(
         for row in (row for key in keys for row in meant_by(rows, key, of_run=of_run)):
             if outcomes.setdefault(row.operation.id, outcome) != outcome:
                 raise half_answer(f"{row.operation.key!r} is confirmed and absent.")
-    if told.receipt and len([o for o in outcomes.values() if o == CONFIRMED]) != 1:
+    if told.receipt and [*outcomes.values()].count(CONFIRMED) != 1:
         raise half_answer("--receipt is for one --confirm.")
     answers = {row: told._replace(id=row, outcome=outcome) for row, outcome in outcomes.items()}
-    return [row._replace(told=answers.get(row.operation.id)) for row in rows]
+    return [row._replace(told=answers.get(row.operation.id, row.told)) for row in rows]
 
 
 def meant_by(rows: list[Answered], key: str, *, of_run: bool) -> list[Answered]:
@@ -14638,17 +14604,15 @@ class Drainer:
     def _is_free(self, run: Run) -> bool:
         """Tell whether nobody can write to a run any more; its lock is the proof."""
         run, attempt = self._ledger.run(run.key), self._ledger.last_attempt(run)
-        if run.key in self._free or attempt is None:
+        if attempt is None:
             return True
-        lock = JobLock(self._state.lock_path(run.job))
-        if living_owners(run, attempt, self._host) or not lock.acquire():
+        if living_owners(run, attempt, self._host):
             return False
-        try:
-            self._ledger.settle_left(run, self._who)
-        finally:
-            lock.release()
-        self._free.add(run.key)
-        return True
+        with holding(JobLock(self._state.lock_path(run.job))) as is_free:
+            if is_free:
+                self._ledger.settle_left(run, self._who)
+                self._free.add(run.key)
+        return is_free
 
     # -- while it waits ------------------------------------------------------------------------
 
@@ -14748,11 +14712,8 @@ class Drainer:
         attempt, owners = self._ledger.last_attempt(run), list[ProcessIdentity]()
         if attempt is not None and run.key not in self._free:
             owners = living_owners(run, attempt, self._host)
-            with contextlib.suppress(FileNotFoundError):  # nobody has taken it since
-                holders = map(
-                    self._host.identify, JobLock(self._state.lock_path(run.job)).owners(self._host)
-                )
-                owners += [each for each in holders if each is not None and each not in owners]
+            held = holders(JobLock(self._state.lock_path(run.job)), self._host)
+            owners += [each for each in held if each not in owners]
         return Drained(
             run=run.id,
             job=run.job,
@@ -14783,8 +14744,8 @@ def living_owners(run: Run, attempt: Attempt, host: Host) -> list[ProcessIdentit
 
     The supervisor of a run at rest may be at another one: the tick begins one after another.
     """
-    recorded = [attempt.supervisor if run.state in OWNED else None, attempt.worker]
-    return [process for process in dict.fromkeys(recorded) if process and host.is_alive(process)]
+    is_there = run.state in OWNED
+    return [each for each in living(attempt, host) if is_there or each == attempt.worker]
 
 
 def drained_as(run: Run, attempt: Attempt | None, owners: Sequence[ProcessIdentity]) -> str:
@@ -14810,15 +14771,6 @@ def due_text(
     left_s = took_s * max(1.0, batches) - open_s
     due = f"due in {duration_text(left_s)}" if left_s >= 0 else f"late by {duration_text(-left_s)}"
     return f", which take {took_s:.1f} s each, {due}"
-
-
-def is_owned(state: StateDirectory, job: str) -> bool:
-    """Tell whether some process holds a job's lock at this moment."""
-    lock = JobLock(state.lock_path(job))
-    is_free = lock.acquire()
-    if is_free:
-        lock.release()
-    return not is_free
 
 
 # ======================================================================================
@@ -14891,11 +14843,11 @@ def summarise_answered(row: Answered, *, applied: bool) -> dict[str, Any]:
         "commit": operation.number,
         "claimed_at": operation.claimed_at,
         "can_look_up": bool(operation.lookup),
-        "outcome": told and told.outcome,
-        "receipt": told and told.receipt and json.loads(told.receipt),
-        "who": told and told.who,
-        "why": (told and told.why) or row.why,
-        "applied": applied and told is not None,
+        "outcome": told.outcome,
+        "receipt": told.receipt and json.loads(told.receipt),
+        "who": told.who,
+        "why": told.why or operation.why or "",
+        "applied": applied and told.outcome is not None,
     }
 
 
@@ -16474,7 +16426,8 @@ class Console:
     """Where a command's words go; a Watcher of supervisors."""
 
     def __init__(self, host: Host) -> None:
-        self.as_json = False  # results are JSON, and what happens is JSON lines
+        self.as_json = False  # results are JSON
+        self.as_lines = False  # what happens is JSON too, in lines before the result
         self.quiet = False  # only results and letters
         self.verbose = False  # plain lines about what happens, also on a terminal
         self.tells = False  # say in words what happens, whoever reads it; without progress
@@ -16517,14 +16470,14 @@ class Console:
 
     def say(self, text: str) -> None:
         """Show one line about what happens."""
-        if self.as_json:
+        if self.as_lines:
             write_line(1, json.dumps({"type": "said", "text": mask_secrets(text)}))
         elif self.tells or self.live or self.plain:
             self._tell(text, WARNING if text.startswith("warning: ") else NEWS)
 
     def warn(self, text: str) -> None:
         """Show one line whoever reads; it is no letter, and nothing has ended by it."""
-        if self.as_json:
+        if self.as_lines:
             self.say(text)
         else:
             self._tell(text, WARNING)
@@ -16542,7 +16495,7 @@ class Console:
         tenth = 10 * run.read // run.expected if run.expected else 0
         if tenth > self._written[0] or now > max(began, self._written[1]) + PLAIN_LINE_EVERY_S:
             self._written = (tenth, now)
-            if self.as_json:
+            if self.as_lines:
                 document = {"type": "progress", "run": run.id, "read": run.read}
                 document |= {"expected": run.expected, "records_per_s": round(rate, 1)}
                 write_line(1, json.dumps(document))
@@ -16647,19 +16600,28 @@ class App:
     def supervise(self, launch: Launch) -> Outcome:
         """Run a job to its end, write how it ended, and tell whoever is to be told."""
         self.require_trusted()
+        self.console.as_lines, may_write = self.console.as_json, True
         try:
             outcome = self._supervise(launch)
         except (Busy, MaintenanceOn):
             raise  # at once: nothing has changed
         except BatchrunError as error:
             self.console.letter(str(error), error.exit_code)
-            outcome = Outcome(error.exit_code)
-        if self.config.tells:
-            self.tell(ping_of(outcome.run, launch, outcome.exit_code), waits=not outcome.signalled)
-        return outcome
+            outcome = Outcome(error.exit_code, letter=str(error))
+            may_write = not isinstance(error, OutcomeUnknown)
+        ended = ping_of(outcome.run, launch, outcome.exit_code) + unfit(outcome, launch.job)
+        if self.config.tells and may_write:
+            may_write = self.tell(ended, waits=not outcome.signalled)
+        elif self.config.tells:
+            self._tell_unrecorded(ended)
+        return outcome if may_write else outcome._replace(signalled=True)
 
-    def tell(self, ended: Sequence[Alert] = (), *, ticks: bool = False, waits: bool = True) -> None:
-        """Raise and tell alerts, write the metrics; whatever goes wrong here fails no run."""
+    def tell(self, ended: Sequence[Alert] = (), *, ticks: bool = False, waits: bool = True) -> bool:
+        """Raise and tell alerts, write the metrics; whatever goes wrong here fails no run.
+
+        Returns:
+            Whether this process may write more: the outcome of no commit is unknown.
+        """
         expected = [j.name for j in self.config.jobs.values() if ticks and j.expect_every_s]
         try:
             with self.ledger(write=True, create=bool(expected)) as ledger:
@@ -16673,6 +16635,17 @@ class App:
                     self._keep_metrics(self.config.metrics_folder, ledger, aloud=not ticks)
         except Exception as error:  # noqa: BLE001 - whatever it is, the run has ended as it has
             self.console.say(f"warning: not everybody was told: {error}")
+            if waits and isinstance(error, StateDirectoryError):
+                self._tell_unrecorded(ended)
+            return not isinstance(error, OutcomeUnknown)
+        return True
+
+    def _tell_unrecorded(self, ended: Sequence[Alert]) -> None:
+        """Tell alerts where the ledger can only be read; not for who has taken the wrong user."""
+        with contextlib.suppress(BatchrunError, OSError), self.state.reading() as ledger:
+            if self.state.path.stat().st_uid == os.geteuid():
+                alerts = Alerts(self.config, ledger, self.host)
+                alerts.tell_unrecorded(self.state.maintenance.find(), ended)
 
     def _keep_metrics(self, folder: Path, ledger: Ledger, *, aloud: bool) -> None:
         """Write the metrics; say that they cannot be written, `aloud` or where all is said."""
@@ -16798,7 +16771,13 @@ def worst_of(codes: Iterable[ExitCode]) -> ExitCode:
 
 def tick(app: App) -> ExitCode:
     """Go on with every run that is due, one after another; 0 if none was, else the worst end."""
-    app.tell(ticks=True)
+    app.console.as_lines = app.console.as_json
+    if not app.tell(ticks=True):
+        raise OutcomeUnknown(
+            "What the tick has recorded may or may not be on the disk.",
+            unchanged="Nothing was started.",
+            todo=f"Check the disk of {app.state.path}; the next tick goes on.",
+        )
     try:
         with app.ledger(write=True) as ledger:
             unfinished = ledger.all_unfinished()

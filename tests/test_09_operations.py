@@ -23,6 +23,8 @@ from conftest import Project, wait_for
 from outside import CLIENT, KINDS, Outside, outside
 from test_05_ledger import opened
 from test_11_worker import worker_of
+from test_12_attempts import is_pending
+from test_cleanup import is_over
 from test_crash_table import Nursery, nursery
 
 from batchrun import (
@@ -734,7 +736,11 @@ def test_a_stop_begins_no_call_records_those_in_flight_and_leaves_nothing_unknow
     worker = worker_of(process)
     process.send_signal(signal.SIGTERM)
     if is_interrupted:
-        os.kill(worker, signal.SIGUSR1)  # as the second stop sends it
+        os.kill(worker, signal.SIGSTOP)
+        wait_for(partial(is_over, time.monotonic() + 0.3), "a second stop to be one of its own")
+        process.send_signal(signal.SIGINT)
+        wait_for(lambda: is_pending(worker, signal.SIGUSR1), "the second stop to reach the worker")
+        os.kill(worker, signal.SIGCONT)
     ended = project.finish(process)
     assert ended.code == 75, ended.err
     assert shop.open() == []

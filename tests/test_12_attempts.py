@@ -67,6 +67,7 @@ def sync(ctx):
             done(record)
         yield batch
 """
+YIELD = "        yield batch\n"
 RAISES = "raise ConnectionRefusedError('down')"
 RANGE = r"\(records 6 to 10, loop main, after cursor \S.*\)"
 
@@ -97,6 +98,10 @@ def tries(project: Project) -> int:
 def all_done(project: Project) -> bool:
     """Tell whether every record was processed."""
     return sorted(set(records(project))) == list(range(1, 11))
+
+
+def is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def is_pending(pid: int, number: signal.Signals) -> bool:
@@ -243,6 +248,15 @@ def test_what_follows_a_failure_is_said_without_the_write_lock(project: Project)
     ended = project.run("run", "sync", launch=launch_with("exec(open('say.py').read())"))
     assert ended.code == 0, ended.err
     assert "The next attempt begins in 0.0 s: try 2 of 3.\n" in ended.err
+
+
+def test_what_a_worker_says_last_is_shown(project: Project) -> None:
+    write_job(project)
+    early = "        yield batch\n        ctx.finish('enough')\n        return\n"
+    project.write(CONFIG, sync=(project.folder / "jobs/sync.py").read_text().replace(YIELD, early))
+    never = launch_with("batchrun.WATCH_INTERVAL_S = 1e6")  # it looks again only at the end
+    ended = project.run("-v", "run", "sync", launch=never)
+    assert "the job finished by itself: enough\n" in ended.err
 
 
 def test_a_job_that_outgrows_in_process_is_paused(project: Project) -> None:
@@ -491,6 +505,46 @@ def test_a_supervisor_killed_in_its_wait_leaves_the_run_to_the_tick(project: Pro
     assert project.run("resume", "--all").code == 0
     assert all_done(project)
     assert rows(project, "SELECT count(*) FROM event WHERE what LIKE 'failed%'") == [(0,)]
+
+
+@pytest.mark.parametrize("is_at_rest", [False, True])
+def test_after_an_unclean_end_the_checkpoint_is_written_anew_before_it_is_built_on(
+    project: Project, *, is_at_rest: bool
+) -> None:
+    if is_at_rest:
+        write_job(project, "os._exit(1)", config='retry_for = "0"\n')
+        assert project.run("run", "sync").code == 13
+    else:
+        process = waiting(project)
+        process.kill()
+        process.wait()
+    (checkpoint,) = project.state.glob("checkpoints/sync/*.json")
+    before = checkpoint.stat().st_ino
+    started = project.start("resume", "--all", env=at("admit.committed=stop"))
+    wait_for(lambda: is_stopped(started.pid), "the admission")
+    assert checkpoint.stat().st_ino != before
+
+
+UNDEAD = """\
+def children(host, pid=None):
+    return [int(open("undead").read())] if os.path.exists("calls.txt") else []
+
+batchrun.Host.children, batchrun.ORPHAN_GRACE_S = children, 0.05
+"""
+
+
+def test_no_attempt_begins_while_something_of_the_last_one_cannot_be_ended(
+    project: Project,
+) -> None:
+    write_job(project, f"\n                if first(): {RAISES}")
+    with subprocess.Popen(["true"]) as undead:  # a zombie takes every signal, and stays
+        wait_for(lambda: is_zombie(undead.pid), "its end")
+        project.write_file("undead", str(undead.pid))
+        project.write_file("children.py", UNDEAD)
+        ended = project.run("run", "sync", launch=launch_with("exec(open('children.py').read())"))
+    assert (ended.code, run_row(project)) == (13, ("paused", "retry", 1))
+    assert "What its worker left behind still lives.\n" in ended.err
+    assert attempts(project) == [("raised", 1, 1)]
 
 
 def test_a_batchrun_that_was_replaced_in_the_wait_begins_no_other_attempt(project: Project) -> None:

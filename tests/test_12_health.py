@@ -392,6 +392,19 @@ def test_two_bad_factors_pause_at_the_safe_point_and_free_what_the_worker_held(
     assert told[1].startswith("health: pause: two factors are bad: memory: the worker uses ")
 
 
+def test_a_person_who_pauses_what_health_has_asked_to_stop_has_the_last_word(
+    project: Project, feed: Feed
+) -> None:
+    write(project, feed.port, "hold('go', deaf=True)", need="critical = true\n")
+    process = start_held(project)
+    feed.goes_away()
+    wait_for(lambda: any("health: pause" in line for line in said(project)), "the verdict")
+    assert project.run("pause", "sync").code == 0
+    let_go(project)
+    assert project.finish(process, limit_s=20).code == 75
+    assert run_row(project) == ("paused", "person", 2)
+
+
 @pytest.mark.parametrize("deaf", [False, True])
 def test_a_batch_that_reaches_no_safe_point_in_time_is_given_up_and_done_again(
     project: Project, feed: Feed, *, deaf: bool

@@ -221,6 +221,18 @@ def test_a_stop_while_waiting_for_an_orphan_starts_nothing(project: Project) -> 
     assert rows(project, "SELECT count(*) FROM attempt") == [(1,)]
 
 
+def test_an_orphan_that_does_not_end_within_the_grace_is_not_waited_for(project: Project) -> None:
+    write_job(project, DEAF)
+    project.write(CONFIG.replace("30s", "300ms"))
+    process = start_held(project)
+    worker = worker_of(process)
+    process.kill()
+    process.wait()
+    ended = project.run("run", "sync", limit_s=20)
+    assert (ended.code, f"pid {worker} " in ended.err) == (11, True)
+    assert rows(project, "SELECT count(*) FROM attempt") == [(1,)]
+
+
 FORKS = """\
 [os.write(1, b'')]
             if record == 8 and os.fork() == 0:

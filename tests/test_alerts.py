@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import pytest
 from conftest import ROOT, Ended, Project, clean_environment, wait_for
 from test_05_ledger import admit
 from test_11_worker import at, rows, start_held, worker_of, write_job
+from test_12_supervisor import launch_with
 
 import batchrun
 from batchrun import (
@@ -639,6 +641,112 @@ def test_who_was_asked_to_stop_waits_for_no_webhook_and_the_next_one_tells(
     assert [json.loads(body)["kind"] for _, _, body in ear.heard] == ["failed", "recovered"]
 
 
+# --- a disk that is full --------------------------------------------------------------------------
+
+
+def kinds_heard(ear: Ear) -> list[str]:
+    return [json.loads(body)["kind"] for _, _, body in ear.heard]
+
+
+def test_a_start_below_min_free_is_told_once_until_the_job_has_succeeded(
+    project: Project, ear: Ear
+) -> None:
+    config = f'[alerts]\nwebhook = "{ear.url}/in"\n'
+    alert(project, config)
+    assert project.run("run", "sync", "--batches", "1").code == 75
+    path = project.folder / "batchrun.toml"
+    text = path.read_text()
+    path.write_text(text.replace('"1MB"', '"900TB"'))
+    for _ in range(2):
+        assert project.run("run", "sync").code == 5
+    assert kinds_heard(ear) == ["awaiting"]
+    why = json.loads(ear.heard[0][2])["why"].splitlines()
+    assert why[0] == "sync needs a person: its state directory cannot be used."
+    assert why[1].startswith("Disk full: less than 900,000,000,000,000 bytes are free at ")
+    path.write_text(text)
+    assert project.run("run", "sync").code == 0
+    assert kinds_heard(ear) == ["awaiting", "recovered"]
+
+
+@pytest.mark.needs_root
+def test_where_the_ledger_takes_nothing_it_is_told_all_the_same(project: Project, ear: Ear) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("NOT ROOT: no file system can be mounted")
+    disk = project.state
+    disk.mkdir(mode=0o700)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "none", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("NO MOUNT: this machine does not let root mount a tmpfs")
+    try:
+        alert(project, f'[alerts]\nwebhook = "{ear.url}/in"\n')
+        assert project.run("run", "sync", "--batches", "1").code == 75
+        fill = ["dd", "if=/dev/zero", f"of={disk}/fill", "bs=4k"]
+        assert b"No space left" in subprocess.run(fill, capture_output=True, check=False).stderr
+        for number in (1, 2):
+            assert project.run("run", "sync").code == 5
+            assert kinds_heard(ear) == ["awaiting"] * number
+        assert project.run("resume", "--all").code == 5
+        (disk / "fill").unlink()
+        assert project.run("resume", "--all").code == 0
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.needs_root
+def test_a_start_by_the_wrong_user_is_told_to_that_user_alone(project: Project, ear: Ear) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("NOT ROOT: nothing can be given to another user")
+    alert(project, f'[alerts]\nwebhook = "{ear.url}/in"\n')
+    assert project.run("run", "sync", "--batches", "1").code == 75
+    for path in (project.state, *project.state.rglob("*")):
+        os.chown(path, 65_534, 65_534)
+    ended = project.run("run", "sync")
+    assert (ended.code, ear.heard) == (5, [])
+    assert "cannot be used: it belongs to " in ended.err
+
+
+# SQLite itself makes the COMMIT fail.
+NO_COMMIT = """\
+real = batchrun.Ledger.{verb}
+def fails(ledger, *given):
+    ledger._connection.set_commit_hook(lambda: True)
+    real(ledger, *given)
+
+batchrun.Ledger.{verb} = fails
+"""
+
+
+@pytest.mark.parametrize(("verb", "attempts"), [("tick", 2), ("raise_alerts", 3)])
+def test_after_a_commit_of_unknown_outcome_the_tick_begins_nothing_more(
+    project: Project, ear: Ear, verb: str, attempts: int
+) -> None:
+    alert(
+        project,
+        f'[alerts]\nwebhook = "{ear.url}/in"\n[jobs.other]\nuses = "sync"\n',
+        before_8=RAISES,
+    )
+    for job in ("sync", "other"):
+        assert project.run("run", job, "--batches", "1").code == 75
+    project.write_file("commit.py", NO_COMMIT.format(verb=verb))
+    launch = launch_with("exec(open('commit.py').read())")
+    ended = project.run("resume", "--all", launch=launch)
+    assert ended.code == (5 if verb == "tick" else 1)
+    assert ("What the tick has recorded may or may not be" in ended.err) is (verb == "tick")
+    assert len(rows(project, "SELECT 1 FROM attempt")) == attempts
+    assert kinds_heard(ear) == ["failed"] * (attempts - 2)
+
+
+def test_after_a_commit_of_unknown_outcome_it_is_told_without_a_record(
+    project: Project, ear: Ear
+) -> None:
+    alert(project, f'[alerts]\nwebhook = "{ear.url}/in"\n')
+    assert project.run("run", "sync", "--batches", "1").code == 75
+    project.write_file("commit.py", NO_COMMIT.format(verb="admit"))
+    launch = launch_with("exec(open('commit.py').read())")
+    assert project.run("run", "sync", launch=launch).code == 5
+    assert (kinds_heard(ear), deliveries(project)) == (["awaiting"], [])
+
+
 # --- pings --------------------------------------------------------------------------------------
 
 
@@ -669,6 +777,12 @@ def test_a_job_pings_when_it_begins_and_when_it_ends(project: Project, ear: Ear)
     assert project.run("run", "sync").code == 12
     assert len(rows(project, "SELECT 1 FROM alert")) == 4
     assert rows(project, "SELECT 1 FROM alert WHERE pending <> '[]'") == []
+
+
+@pytest.mark.parametrize("code", ExitCode)
+def test_a_start_pings_that_it_failed_where_somebody_must_look(code: ExitCode) -> None:
+    pings = ping_of(None, Launch("sync"), code)
+    assert [ping.kind for ping in pings] == ["ping fail"] * (code in (1, 2, 5, 13))
 
 
 def test_a_ping_that_hangs_holds_no_batch_up_and_a_newer_one_takes_its_place(

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from conftest import Ended, Project, clean_environment, wait_for
 from test_12_attempts import CLOCK, FAST
+from test_12_supervisor import is_locked, launch_with
 
 import batchrun
 
@@ -452,6 +453,28 @@ def test_a_cancel_first_lets_a_worker_call_the_cleanups(shop: Shop) -> None:
         ("cleaned up",),
     ]
     shop.require_all_clean()
+
+
+FAILS_TO_SHOW = """\
+def progress(console, run):
+    if os.path.exists("go.reached"):
+        raise batchrun.Busy("The terminal is gone.")
+
+batchrun.Console.progress = progress
+"""
+
+
+def test_a_cancel_that_cannot_go_on_keeps_its_lock_while_its_worker_lives(shop: Shop) -> None:
+    with killed(shop) as run:
+        shop.write(dropping="hold('go')")
+        shop.project.write_file("show.py", FAILS_TO_SHOW)
+        launch = launch_with("exec(open('show.py').read())")
+        ended = shop.project.run("cancel", run, launch=launch)
+        assert (ended.code, ended.err) == (11, "The terminal is gone.\n")
+        assert is_locked(shop.project)
+        shop.let_go()
+    wait_for(lambda: not shop.project.living(), "the worker to be gone")
+    assert not is_locked(shop.project)
 
 
 def test_a_cleanup_that_fails_stops_no_cancel_and_stays_named(shop: Shop) -> None:

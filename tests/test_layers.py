@@ -29,12 +29,12 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Operations": 650,
     "Recovery": 1_095,
     "Worker": 895,
-    "Supervisor": 2_005,
+    "Supervisor": 1_960,
     "Reports": 1_535,
-    "Command line": 1_665,
+    "Command line": 1_690,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 18_019  # must stay under
+LINES_IN_ALL = 17_998  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from conftest import LAUNCH, ROOT, Project, clean_environment, wait_for
 from test_11_worker import rows
+from test_12_supervisor import launch_with
 from test_faults import needs_strace
 
 from batchrun import Barrier, Host, Ledger, StateDirectory, load_config, open_ledger
@@ -666,7 +667,8 @@ def test_nothing_is_deferred_that_is_running_or_has_nothing_to_go_on_with(
     crowd.start(("", "run sync"))
     wait_for(lambda: states(shop)[-1][1] == "running", "the run to run")
     assert shop.run("maintenance", "on").code == 0
-    assert shop.run("run", "sync", "--when-blocked", "defer").code == 11
+    at_once = launch_with("batchrun.DEFER_WAIT_S = 1e9")  # it waits for no owner
+    assert shop.run("run", "sync", "--when-blocked", "defer", launch=at_once).code == 11
     (shop.folder / "go").touch()
     assert crowd.end() == [0]
 

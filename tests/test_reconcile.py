@@ -210,6 +210,13 @@ def test_half_an_answer_is_refused(post: Post, words: tuple[str, ...], letter: s
     assert (ended.code, ended.err.splitlines()[:2]) == (2, [letter, "Nothing was changed."])
 
 
+def test_what_is_said_of_a_second_look_is_not_in_the_document(post: Post) -> None:
+    run = post.begin("look")
+    ended = post.project.run("--json", "reconcile", run, "--lookup", "--apply")
+    assert [row["outcome"] for row in ended.document["operations"]] == ["freed"]
+    assert ended.err == "push: 1 are absent; asked again in 1 s\n"
+
+
 def test_an_unknown_key_is_refused(post: Post) -> None:
     run = post.begin("None")
     ended = post.project.run("reconcile", run, "--absent", "letter/x", "--why", "x", "--apply")

@@ -21,6 +21,7 @@ from test_11_worker import (
     worker_of,
     write_job,
 )
+from test_12_attempts import is_zombie
 from test_12_supervisor import DEAF, error_output, is_locked, is_stopped
 
 import batchrun
@@ -39,10 +40,6 @@ def sent(project: Project) -> list[str]:
 
 def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists() or is_zombie(pid)
-
-
-def is_zombie(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 # --- waiting ------------------------------------------------------------------------------------
@@ -64,6 +61,23 @@ def test_wait_returns_when_the_run_has_stopped_and_its_lock_is_free(
     assert (ended.code, ended.out) == (0, f"run {run_id(project)} of sync is {state}\n")
     assert not is_locked(project)
     assert run_row(project) == (state, "person", 2)
+    project.finish(process)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "name"),
+    [(("pause", "sync", "--wait"), 0, "state"), (("drain", "--deadline", "2m"), 0, "adds_up")],
+)
+def test_who_waits_with_json_writes_one_document_and_says_the_rest_on_stderr(
+    project: Project, words: tuple[str, ...], code: int, name: str
+) -> None:
+    write_job(project, "hold('go')")
+    process = start_held(project)
+    waiting = project.start("--json", *words)
+    wait_for(lambda: "waiting for " in error_output(project, waiting), "what it waits for")
+    let_go(project)
+    ended = project.finish(waiting)
+    assert (ended.code, name in ended.document) == (code, True)
     project.finish(process)
 
 
@@ -245,18 +259,34 @@ def test_kill_never_signals_another_process_that_has_the_number_now(project: Pro
     project.finish(process)
 
 
-def test_kill_ends_children_of_the_worker_that_hold_the_lock(project: Project) -> None:
-    fork = "os.fork() or time.sleep(60)"
-    write_job(project, f"({fork}, hold('go'))")
+def test_kill_signals_nobody_who_only_has_the_lock_file_open(project: Project) -> None:
+    write_job(project, "hold('go')")
     process = start_held(project)
-    children = Path(f"/proc/{worker_of(process)}/task/{worker_of(process)}/children")
-    (child,) = map(int, children.read_text().split())
-    for pid in (process.pid, worker_of(process)):
-        os.kill(pid, signal.SIGSTOP)
-    let_go(project)
+    with (project.state / "locks" / "sync.lock").open() as lock:
+        stranger = subprocess.Popen(["sleep", "60"], pass_fds=[lock.fileno()])
+    try:
+        waiting = project.start("cancel", "--kill", "sync")
+        wait_for(lambda: sent(project), "the first signal")
+        let_go(project)
+        assert project.finish(waiting).code == 0
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+    project.finish(process)
+
+
+def test_kill_ends_children_of_the_worker_that_hold_the_lock(project: Project) -> None:
+    fork = "os.fork() or time.sleep(600)"
+    write_job(project, f"({fork}, {DEAF})")
+    project.write(CONFIG.replace("30s", "300ms"))
+    process = start_held(project)
+    worker = worker_of(process)
+    (child,) = map(int, Path(f"/proc/{worker}/task/{worker}/children").read_text().split())
+    process.kill()  # or it would end them itself
+    project.finish(process)
     assert project.run("cancel", "--kill", "sync").code == 0
     wait_for(lambda: is_gone(child), "the child to be gone")
-    project.finish(process)
 
 
 def test_a_run_that_was_recorded_as_done_is_not_cancelled_afterwards(project: Project) -> None:
