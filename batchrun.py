@@ -7371,22 +7371,16 @@ MARK_TABLE = """CREATE TABLE IF NOT EXISTS batchrun_mark (
 # -- declaring a job -----------------------------------------------------------------
 
 
-class Job:
+class Job(NamedTuple):
     """A job's function and what it declares; what the `job` decorator returns; see there."""
 
-    def __init__(
-        self,
-        function: Callable[..., Iterator[Any]],
-        settings: type | None,
-        version: int,
-        resumes: dict[int, Callable[[Any], Any]],
-        retry_if: Callable[[BaseException], object] | None,
-        not_done: Callable[[BaseException], object] | None = None,
-        rollback: Callable[..., Iterator[Any]] | None = None,
-    ) -> None:
-        self.function, self.settings, self.version = function, settings, version
-        self.resumes, self.retry_if, self.not_done = resumes, retry_if, not_done
-        self.rollback = rollback
+    function: Callable[..., Iterator[Any]]
+    settings: type | None = None
+    version: int = 1
+    resumes: Mapping[int, Callable[[Any], Any]] | None = None
+    retry_if: Callable[[BaseException], object] | None = None
+    not_done: Callable[[BaseException], object] | None = None
+    rollback: Callable[..., Iterator[Any]] | None = None
 
     @property
     def words(self) -> str:
@@ -7402,7 +7396,8 @@ class Job:
             PersonNeeded: there is no converter, or it gives no cursor; says which versions do.
         """
         cursor, version = decode_cursor(checkpoint.cursor), checkpoint.job_version
-        known = sorted({self.version, *self.resumes})
+        converters = self.resumes or {}
+        known = sorted({self.version, *converters})
         written = f"The checkpoint of run {checkpoint.run} was written by version {version}"
         stands = "Nothing was done; the checkpoint stands."
         if version not in known:
@@ -7417,7 +7412,7 @@ class Job:
         if ours or version == self.version or checkpoint.kind != "batch":  # no loop was under way
             return cursor
         try:
-            converted = self.resumes[version](cursor)
+            converted = converters[version](cursor)
             require_round_trip(converted)
             if converted is None and cursor is not None:
                 raise CursorError("It returned None, from which the run would begin at record 1.")
@@ -7477,35 +7472,26 @@ def job(
 ) -> Callable[[Callable[..., Iterator[Any]]], Job]: ...
 
 
-def job(
-    function: Callable[..., Any] | None = None,
-    /,
-    *,
-    settings: type | None = None,
-    version: int = 1,
-    resumes: dict[int, Callable[[Any], Any]] | None = None,
-    retry_if: Callable[[BaseException], object] | None = None,
-    not_done: Callable[[BaseException], object] | None = None,
-    rollback: Callable[..., Iterator[Any]] | None = None,
-) -> Any:
+def job(function: Callable[..., Any] | None = None, /, **declared: Any) -> Any:
     """Declare a generator function as a job.
 
     Args:
         function: the generator function, when used without parentheses.
-        settings: a frozen dataclass; its fields are the keys that `[jobs.NAME]` may have.
-        version: raise it when older checkpoints do not fit any more.
-        resumes: older version -> function from its cursor to one of this version.
-        retry_if: called with an exception of the job; whether trying the batch again may help.
-        not_done: called with an exception of an operation's call; whether it says for sure that
-            nothing was sent, or that the destination refused. Else the outcome is unknown.
-        rollback: a generator function like the job, which reads ctx.remembered and undoes it.
+        **declared: any of these:
+            settings: a frozen dataclass; its fields are the keys that `[jobs.NAME]` may have.
+            version: raise it when older checkpoints do not fit any more.
+            resumes: older version -> function from its cursor to one of this version.
+            retry_if: called with an exception of the job; whether trying the batch again may help.
+            not_done: called with an exception of an operation's call; whether it says for sure that
+                nothing was sent, or that the destination refused. Else the outcome is unknown.
+            rollback: a generator function like the job, which reads ctx.remembered and undoes it.
 
     Raises:
         JobError: one of the functions is no generator function.
     """
 
     def declare(function: Callable[..., Any]) -> Job:
-        for each in filter(None, (function, rollback)):
+        for each in filter(None, (function, declared.get("rollback"))):
             if not each.__code__.co_flags & 0x20:  # inspect.CO_GENERATOR, without importing it
                 raise JobError(
                     f"The job {each.__name__} never yields.",
@@ -7513,7 +7499,7 @@ def job(
                     unchanged="Nothing was begun.",
                     todo="End the loop's body with: yield batch",
                 )
-        return Job(function, settings, version, dict(resumes or {}), retry_if, not_done, rollback)
+        return Job(function, **declared)
 
     return declare if function is None else declare(function)
 
