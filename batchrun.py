@@ -8549,56 +8549,25 @@ class Loop:
         return batch
 
 
-class Driver(Protocol):
-    """What a context asks of the worker that drives it."""
+class _Driver(Protocol):
+    """What a context asks of the worker that drives it; the worker says what each does."""
 
-    def commit(self, link: Link) -> None:
-        """Make one commit."""
-
-    def begin_batches(self, expected: int | None, tried: str) -> None:
-        """Record that the first batch is handed out, and arm its try."""
-
-    def begin_try(self, tried: str) -> None:
-        """See that the try of the batch that is handed out is armed."""
-
-    def stage(self, number: int, link: Link) -> None:
-        """Store a commit's rejects and image, which do not count yet; refuse too many rejects."""
-
-    def remembered(self) -> Source:
-        """Return the rows that this run, a rollback, has to undo."""
-
-    def taken_up(self, loop: str, after: Any, limit: int) -> list[RejectRow]:
-        """Return the rejects that this run, a retry, has to read in the place of a source."""
-
-    def ask(self, name: str, summary: str) -> Approval:
-        """Return the answer to a question; raise to end the attempt while there is none."""
-
-    def limit(self, loop: Loop) -> int:
-        """Return how many records the next batch may have."""
-
-    def why_bad(self, tried: str) -> str:
-        """Return the error of a try of one record that isolation has found, else nothing."""
-
-    def pass_gate(self) -> None:
-        """Raise if the attempt is to stop here."""
-
-    def stop_is_asked(self) -> bool:
-        """Tell whether the attempt is to stop at its next safe point."""
-
-    def say(self, text: str) -> None:
-        """Record a line that people should see."""
-
-    def note_target(self, loop: str, target: Target) -> None:
-        """Record where the mark of a loop is kept."""
-
-    def record_cleanup(self, function: str, arguments: dict[str, Any], *, of_run: bool) -> None:
-        """Record a cleanup, and have it called at the end of the attempt, or of the run."""
-
-    def await_answer(self, end: AttemptEnd) -> NoReturn:
-        """End the attempt here, until a person has answered."""
-
-    def operate(self, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How) -> list[Claim]:
-        """Do what was never done under these keys; say of each what became of it, in order."""
+    def commit(self, link: Link) -> None: ...
+    def begin_batches(self, expected: int | None, tried: str) -> None: ...
+    def begin_try(self, tried: str) -> None: ...
+    def stage(self, number: int, link: Link) -> None: ...
+    def remembered(self) -> Source: ...
+    def taken_up(self, loop: str, after: Any, limit: int) -> list[RejectRow]: ...
+    def ask(self, name: str, summary: str) -> Approval: ...
+    def limit(self, loop: Loop) -> int: ...
+    def why_bad(self, tried: str) -> str: ...
+    def pass_gate(self) -> None: ...
+    def stop_is_asked(self) -> bool: ...
+    def say(self, text: str) -> None: ...
+    def note_target(self, loop: str, target: Target) -> None: ...
+    def record_cleanup(self, function: str, arguments: dict[str, Any], *, of_run: bool) -> None: ...
+    def await_answer(self, end: AttemptEnd) -> NoReturn: ...
+    def operate(self, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How) -> list[Claim]: ...
 
 
 class How(NamedTuple):
@@ -8645,7 +8614,7 @@ class Context(Generic[S]):
         self,
         settings: S,
         course: Course,
-        driver: Driver,
+        driver: _Driver,
         job_config: JobConfig,
         host: Host,
         cleanups: CleanupStack,
@@ -10433,7 +10402,7 @@ class Operations:
         host: Host,
         options: JobConfig,
         not_done: Callable[[BaseException], object] | None,
-        driver: Driver,
+        driver: _Driver,
     ) -> None:
         self._ledger, self._run, self._generation = ledger, run, generation
         self.host, self.options, self._not_done, self.driver = host, options, not_done, driver
