@@ -7932,6 +7932,7 @@ def answer_and_exit(call: Callable[[], object], answer: int) -> NoReturn:
 class Link:
     """One commit in the making: a `batch`, the end of a `loop`, a `step` or an `approval`."""
 
+    records: Sequence[Any] = ()  # of a batch, as the source gave them
     cursor: Any = None  # of the loop after this commit
     ended = False  # whether the source said that nothing follows
     read = 0  # records consumed, rejected ones included
@@ -8312,20 +8313,7 @@ class Batch:
         self.loop = loop.name
         self._context, self._mark = context, loop.mark
         self._entered = self._inside = False
-        self._link = Link(
-            "batch",
-            loop.name,
-            cursor=portion.cursor,
-            ended=portion.ended,
-            read=len(portion.records) + len(portion.rejects),
-            rejects=list(portion.rejects),
-            rejected=len(portion.rejects),
-            first_key=portion.first_key,
-            last_key=portion.last_key,
-            source=loop.fingerprint,
-            began=context._host.monotonic(),
-        )
-        self._link.following = loop.try_after(self._link.texts["cursor"])
+        self._link = loop.link_of(portion)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the records."""
@@ -8439,14 +8427,15 @@ class Batch:
 class Loop:
     """One pass over a source: an iterator of batches, each to be yielded before the next."""
 
+    _source: Any  # both only of a loop that was not finished already
+    _reader: Reader
+
     def __init__(self, context: Context[Any], name: str, size: int, mark: Mark | None) -> None:
         self.name, self.size, self.mark = name, size, mark
         self._limit = size  # of the batch that is open; less where isolation looks for a record
         self.exhausted = False
         self.fingerprint: str | None = None
         self._context = context
-        self._source: Any = None
-        self._reader: Reader | None = None
         self._is_first = True
 
     def __iter__(self) -> Loop:
@@ -8467,7 +8456,8 @@ class Loop:
         while not self.exhausted:
             driver.pass_gate()
             self._limit = driver.limit(self)
-            portion = self._read(self._limit)
+            with self._in_source():
+                portion = self._reader.read_batch(self._limit)
             if self._is_first:
                 self._is_first = False
                 require_round_trip(portion.cursor)
@@ -8484,7 +8474,16 @@ class Loop:
                 self.exhausted = True
         return None
 
-    def try_after(self, place: str, *end: str) -> str:
+    def link_of(self, portion: Portion) -> Link:
+        """Return the commit of what was read; the source alone has rejected some of it yet."""
+        count, refused = len(portion.records), len(portion.rejects)
+        began = self._context._host.monotonic()
+        facts = {"source": self.fingerprint, "began": began, **portion._asdict()}
+        link = Link("batch", self.name, read=count + refused, rejected=refused, **facts)
+        link.following = self._try_after(link.texts["cursor"])
+        return link
+
+    def _try_after(self, place: str, *end: str) -> str:
         """Return the key of the try of the batch that begins after an encoded cursor, as JSON."""
         return _compact([self.name, place, self._limit, *end])
 
@@ -8497,25 +8496,19 @@ class Loop:
         if self._limit < self.size:  # halve what there is, not what there might have been
             self._limit = max(1, min(self._limit, len(portion.records) + len(portion.rejects)))
         end = [encode_cursor(portion.cursor)] if context._isolates and self._limit == 1 else []
-        return self.try_after(course.place if course.loop == self.name else "null", *end)
+        return self._try_after(course.place if course.loop == self.name else "null", *end)
 
     def _left_out(self, portion: Portion, why: str) -> Link:
         """Return the commit that passes over what is not handed to the job.
 
         That is what the source has refused, and the record that isolation has found.
         """
-        link = Batch(self._context, portion, self)._link
-        if len(portion.records) > 1:
-            count, after = len(portion.records), self._context.cursor
-            raise broken("unsplit", loop=self.name, after=after, count=count)
+        link, count = self.link_of(portion), len(portion.records)
+        if count > 1:
+            raise broken("unsplit", loop=self.name, after=self._context.cursor, count=count)
         link.rejects += [Reject(record, why) for record in portion.records]
-        link.rejected += len(portion.records)
+        link.rejected += count
         return link
-
-    def _read(self, limit: int) -> Portion:
-        """Read until the batch is full."""
-        with self._in_source():
-            return cast("Reader", self._reader).read_batch(limit)
 
     def tell_committed(self) -> None:
         """Tell the source, if it wants to know, up to which cursor all is committed."""
