@@ -7968,14 +7968,13 @@ class Course:
     `place` is the cursor of the loop under way, encoded.
     """
 
+    number = read = rejected = batches = 0
+    loop, place, ended = "", "null", False
+    source: str | None = None
+
     def __init__(self, run: Run, generation: int, checkpoint: Checkpoint | None = None) -> None:
         self.run, self.generation, self.hash = run, generation, run.hash
-        self.number = self.read = self.rejected = self.batches = 0
-        self.passed: list[list[Any]] = []
-        self.marks: dict[str, int] = {}
-        self.counts: dict[str, int] = {}
-        self.loop, self.place, self.ended = "", "null", False
-        self.source: str | None = None
+        self.passed, self.marks, self.counts = list[list[Any]](), dict[str, int](), dict[str, int]()
         if checkpoint is not None:
             self.move_to(checkpoint, run.hash)
 
