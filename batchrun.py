@@ -8155,16 +8155,13 @@ class Mark:
         where = "WHERE run = ? AND loop = ?"
         update = f"UPDATE batchrun_mark SET generation = ? {where} AND generation < ?"
         columns = f"generation, number, {', '.join(KEYS)}, counts"
-        try:
+        with self._undone_by_error():
             target.begin()
             target.run_sql(f"{insert} ON CONFLICT DO NOTHING", *self._key, generation)
             target.run_sql(update, generation, *self._key, generation)
             found = target.run_sql(f"SELECT {columns} FROM batchrun_mark {where}", *self._key)
             holder, *row = _tuple(found.fetchone())
             target.end("commit")
-        except BaseException:
-            self._give_up()
-            raise
         if holder > generation:
             raise lost_ownership(self._course.run, generation)
         return tuple(row)
@@ -8197,10 +8194,15 @@ class Mark:
             f" batchrun run {course.run.job} --fresh",
         )
 
-    def _give_up(self) -> None:
-        """Roll back; that this fails too must not hide why."""
-        with contextlib.suppress(Exception):
-            self.target.end("rollback")
+    @contextlib.contextmanager
+    def _undone_by_error(self) -> Iterator[None]:
+        """Roll back for an error; that this fails too must not hide it."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.target.end("rollback")
+            raise
 
     def _require_clean(self) -> None:
         """End a read transaction that was left open; refuse one that has written."""
@@ -8215,11 +8217,11 @@ class Mark:
         if self._has_table():
             return
         try:
-            self.target.begin()
-            self.target.run_sql(MARK_TABLE)
-            self.target.end("commit")
+            with self._undone_by_error():
+                self.target.begin()
+                self.target.run_sql(MARK_TABLE)
+                self.target.end("commit")
         except Exception as error:
-            self._give_up()
             if self._has_table():  # another job has made it in the meantime
                 return
             raise JobError(
@@ -8230,13 +8232,11 @@ class Mark:
             ) from error
 
     def _has_table(self) -> bool:
-        try:
+        with contextlib.suppress(Exception), self._undone_by_error():
             self.target.run_sql("SELECT number FROM batchrun_mark WHERE run = '' LIMIT 1")
-        except Exception:  # noqa: BLE001 - every driver has an error class of its own
-            self._give_up()
-            return False
-        self.target.end("commit")
-        return True
+            self.target.end("commit")
+            return True
+        return False  # every driver has an error class of its own
 
     @contextlib.contextmanager
     def transaction(self, context: Context[Any], link: Link) -> Iterator[Any]:
@@ -8245,7 +8245,7 @@ class Mark:
         with context._own_code():
             self._require_clean()
             target.begin()
-        try:
+        with self._undone_by_error():
             yield target.connection.cursor()
             with context._own_code():
                 if not target.is_open():
@@ -8257,9 +8257,6 @@ class Mark:
                 target.end("commit")
                 link.marked = True
                 reach("target.committed", number)
-        except BaseException:
-            self._give_up()
-            raise
 
     def _write(self, link: Link) -> None:
         """Write the mark; it changes a row only if we still own it and the number is new."""
