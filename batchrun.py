@@ -7742,12 +7742,8 @@ class Overdue(BaseException):
     """Raised in a release that did not end in time; `except Exception` does not swallow it."""
 
 
-class Release(NamedTuple):
-    """One thing to be released."""
-
-    name: str
-    call: Callable[[BaseException | None], object]  # given why the attempt did not succeed, or None
-    around: contextlib.AbstractContextManager[object]  # entered around it, outside its time limit
+Releasing = Callable[[BaseException | None], object]  # given why the attempt did not succeed
+Around = contextlib.AbstractContextManager[object]
 
 
 class CleanupStack:
@@ -7759,23 +7755,18 @@ class CleanupStack:
 
     def __init__(self, host: Host, limit_s: float) -> None:
         self._host, self._limit_s = host, limit_s
-        self._entries: list[Release] = []
+        self._entries: list[tuple[str, Releasing, Around]] = []
         self.releases: list[dict[str, Any]] = []
 
     def push(
-        self,
-        name: str,
-        call: Callable[[BaseException | None], object],
-        around: contextlib.AbstractContextManager[object] | None = None,
-        *,
-        last: bool = False,
+        self, name: str, call: Releasing, around: Around | None = None, *, last: bool = False
     ) -> None:
-        """Add a release, called with why the attempt did not succeed, before all added earlier.
+        """Add a release before all added earlier, or after all of them.
 
-        `last`: after all of them.
+        `around` is entered around it, outside its time limit.
         """
-        release = Release(name, call, around or contextlib.nullcontext())
-        self._entries.insert(0 if last else len(self._entries), release)
+        at = 0 if last else len(self._entries)
+        self._entries.insert(at, (name, call, around or contextlib.nullcontext()))
 
     @property
     def limit_s(self) -> float:
@@ -7786,15 +7777,15 @@ class CleanupStack:
         """Release everything, last in, first out."""
         alarm = Alarm(self._limit_s)
         while self._entries:
-            release = self._entries.pop()
+            name, call, around = self._entries.pop()
             began, error = self._host.monotonic(), ""
             try:
-                with release.around:
-                    alarm.call(release.call, reason)
+                with around:
+                    alarm.call(call, reason)
             except BaseException as raised:  # noqa: BLE001 - one failing release must not stop the next
                 error = error_text(raised)
             elapsed_s = round(self._host.monotonic() - began, 6)
-            self.releases.append({"name": release.name, "elapsed_s": elapsed_s, "error": error})
+            self.releases.append({"name": name, "elapsed_s": elapsed_s, "error": error})
 
 
 class Alarm:
@@ -7830,20 +7821,14 @@ def require_recordable(
     """Return the name by which another process finds a cleanup's function, `module:name`."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     text = f"{module}:{name}" if module and name else f"A {type(function).__name__}"
-    reason = next((why for is_so, why in unfit_for_cleanup(function, module, name) if is_so), "")
-    if reason:
-        raise broken("no cleanup", name=text, reason=reason)
-    try:
-        kept = _compact(arguments)
-        same = json.loads(kept) == arguments
-    except (TypeError, ValueError):
-        raise broken("no arguments", name=text, reason="they are no JSON") from None
-    reason = "" if same else "JSON gives back others"
+    for is_so, reason in unfit_for_cleanup(function, module, name):
+        if is_so:
+            raise broken("no cleanup", name=text, reason=reason)
     if unnamed:
         reason = f"{len(unnamed)} of them {'has' if len(unnamed) == 1 else 'have'} no name"
-    if mask_secrets(kept) != kept:
-        reason = "a secret is among them"
-    if reason := reason or misfit(function, arguments):
+    else:
+        reason = misfit(function, arguments)
+    if reason:
         raise broken("no arguments", name=text, reason=reason)
     return text
 
@@ -7869,15 +7854,22 @@ def is_lazy(function: Any) -> bool:
 
 
 def misfit(function: Any, arguments: dict[str, Any]) -> str:
-    """Return why a function cannot be called with these arguments, or nothing."""
+    """Return why a function cannot be called with these arguments later, or nothing."""
     import inspect  # 10 ms, only for jobs that record cleanups
 
     try:
-        inspect.signature(function).bind(**arguments)
+        kept = _compact(arguments)
+        if mask_secrets(kept) != kept:
+            return "a secret is among them"
+        if json.loads(kept) != arguments:
+            return "JSON gives back others"
+    except (TypeError, ValueError):
+        return "they are no JSON"
+    try:
+        with contextlib.suppress(ValueError):  # a builtin that does not tell
+            inspect.signature(function).bind(**arguments)
     except TypeError as error:
         return str(error)
-    except ValueError:  # a builtin that does not tell
-        return ""
     return ""
 
 
