@@ -8480,11 +8480,11 @@ class Loop:
 
         Only that tells the record from another one in its place, and that it was handed out.
         """
-        context, course = self._context, self._context._course
+        context = self._context
         if self._limit < self.size:  # halve what there is, not what there might have been
             self._limit = max(1, min(self._limit, len(portion.records) + len(portion.rejects)))
         end = [encode_cursor(portion.cursor)] if context._isolates and self._limit == 1 else []
-        return self._try_after(course.place if course.loop == self.name else "null", *end)
+        return self._try_after(context._course.place, *end)
 
     def _left_out(self, portion: Portion, why: str) -> Link:
         """Return the commit that passes over what is not handed to the job.
@@ -8522,8 +8522,8 @@ class Loop:
         context = self._context
         if not context._handed_out:
             context._handed_out = True
-            total = getattr(self._source, "total", None)
-            context._driver.begin_batches(total() if total is not None else None, tried)
+            expected = getattr(self._source, "total", lambda: None)()
+            context._driver.begin_batches(expected, tried)
         context._driver.begin_try(tried)
         context._current = batch = Batch(context, portion, self)
         reach("batch.handed_out", batch.number)
@@ -8792,9 +8792,8 @@ class Context(Generic[S]):
             if on_error not in ("raise", "reject") or type(workers) is not int or workers < 1:
                 raise broken("no such way", workers=workers, on_error=on_error)
         records = list(batch)
-        keys = [idempotency_key(record) for record in records]
-        made = zip(keys, [(record,) for record in records], strict=True)
-        pairs = list(zip(records, self._operated(list(made), how), strict=True))
+        wanted = [(idempotency_key(record), (record,)) for record in records]
+        pairs = list(zip(records, self._operated(wanted, how), strict=True))
         for record, each in pairs:
             if each.error is not None:
                 if on_error == "raise":
@@ -8977,34 +8976,29 @@ class Context(Generic[S]):
         )
 
     def _place(self, loop: Loop, source: Any) -> None:
-        """Put a loop behind the last committed batch of its source."""
-        if self._course.run.retry_of:
+        """Put a loop behind the last committed batch of its source.
+
+        If the checkpoint stands in a loop, it is this one: loops are met in their order.
+        """
+        course = self._course
+        if course.run.retry_of:
             source = _TakenUp(source, functools.partial(self._driver.taken_up, loop.name))
         if hasattr(source, "last_success_read"):
             source.last_success_read = self._last_success_read
-        fingerprint = getattr(source, "fingerprint", None)
-        loop.fingerprint = fingerprint() if fingerprint is not None else None
-        after, ended = None, False
-        if self._course.loop == loop.name:
-            after, ended = self._course.cursor, self._course.ended
-            self._require_same_source(loop)
+        loop.fingerprint = now = getattr(source, "fingerprint", lambda: None)()
+        if course.loop and course.source != now and "source" not in self._acceptances:
+            raise SourceChanged(
+                f"The source of loop {loop.name!r} changed since commit {course.number}.",
+                why=f"Then its fingerprint was {course.source}, now it is {now}.",
+                unchanged="Nothing was done; the checkpoint stands.",
+                todo=f"Bring the old source back, or type one of:\n"
+                f"  batchrun run {course.run.job} --fresh\n"
+                f"  batchrun resume {course.run.id} --accept-source",
+            )
         loop._source = source
-        loop._reader = Reader(source, after, ended=ended, name=loop.name)
-        if self._course.loop == loop.name:
+        loop._reader = Reader(source, course.cursor, ended=course.ended, name=loop.name)
+        if course.loop:
             loop.tell_committed()
-
-    def _require_same_source(self, loop: Loop) -> None:
-        before, now = self._course.source, loop.fingerprint
-        if before == now or "source" in self._acceptances:
-            return
-        raise SourceChanged(
-            f"The source of loop {loop.name!r} changed since commit {self._course.number}.",
-            why=f"Then its fingerprint was {before}, now it is {now}.",
-            unchanged="Nothing was done; the checkpoint stands.",
-            todo=f"Bring the old source back, or type one of:\n"
-            f"  batchrun run {self._course.run.job} --fresh\n"
-            f"  batchrun resume {self._course.run.id} --accept-source",
-        )
 
     # -- between the job and the worker: the guards --------------------------------------------
 
