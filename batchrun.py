@@ -9486,12 +9486,38 @@ def _kinds(key: tuple[Any, ...]) -> str:
     return ", ".join(map(str.__add__, names, zoned))
 
 
-class _RecordFile:
+class _Parsing:
+    """A source that makes records of raw ones by `parse`, if it has one, and keeps the rejects."""
+
+    def __init__(self, parse: Callable[[Any], Any] | None) -> None:
+        self.parse, self._rejects = parse, list[Reject]()
+
+    def take_rejects(self) -> list[Reject]:
+        """Return the records that parse= has refused since the last call."""
+        rejects, self._rejects = self._rejects, []
+        return rejects
+
+    def _parsed(
+        self, parse: Callable[[Any], Any], numbered: Iterable[tuple[int | None, Any]]
+    ) -> list[Any]:
+        """Return what `parse` makes of raw records and their numbers."""
+        records = []
+        for number, record in numbered:
+            try:
+                records.append(parse(record))
+            except (ValueError, KeyError) as error:
+                reason = f"record {number}: {type(error).__name__}: {error}"
+                self._rejects.append(Reject(record, reason, number, raw=True))
+        return records
+
+
+class _RecordFile(_Parsing):
     """What Delimited and JsonLines share: a held file, positions in it, and what is refused."""
 
     host = Host()  # whose sleep settle= waits by
     last_success_read: int | None = None  # records that the last success read; set by the context
     _torn: tuple[type[Exception], ...] = (OSError, EOFError)  # what reading may raise
+    _position: object  # what the next read in a row passes as `after`
 
     def __init__(
         self,
@@ -9504,14 +9530,11 @@ class _RecordFile:
         min_records: int = 0,
         min_of_last: float = 0,
     ) -> None:
+        super().__init__(parse)
         self.path, self.key = Path(path), _getter(key)
-        self.parse, self._encoding = parse, _encoding(encoding, self.path)
+        self._encoding = _encoding(encoding, self.path)
         self._settle_s, self._min_records, self._min_of_last = settle, min_records, min_of_last
         self._stream: Any = None  # the uncompressed bytes
-        self._byte_offset = self._first = self._number = 0
-        self._position: object = None  # what the next read in a row passes as `after`
-        self._lines, self._trouble = list[bytes](), ""  # read ahead, and why there are no more
-        self._rejects: list[Reject] = []
 
     def __enter__(self) -> Self:
         self._open()
@@ -9536,7 +9559,7 @@ class _RecordFile:
             self._position = self  # nowhere, should this read fail
             raw, taken = self._take(limit)
             numbered = enumerate(raw, self._number + 1)
-            records = raw if self.parse is None else _parsed(numbered, self.parse, self._rejects)
+            records = raw if self.parse is None else self._parsed(self.parse, numbered)
         finally:
             self._refuse_changed()
         if not taken:
@@ -9547,11 +9570,6 @@ class _RecordFile:
         last = taken[-DIGEST_BYTES:]
         self._position = self._byte_offset, self._number, f"{len(last)}:{_digest(last)}"
         return records, self._position
-
-    def take_rejects(self) -> list[Reject]:
-        """Return the records that parse= has refused since the last call."""
-        rejects, self._rejects = self._rejects, []
-        return rejects
 
     def fingerprint(self) -> str:
         """Return size and SHA-256 of the file as stored: all of it, or beyond 64 MB both ends."""
@@ -9596,8 +9614,9 @@ class _RecordFile:
             what = f"{self.path} cannot be read: {error.strerror}."
             raise _source_letter(what, why, kind=SourceError) from error
         self._stat = os.fstat(self._file.fileno())
-        self._byte_offset, self._number, self._position = 0, 0, None
-        self._lines, self._trouble = [], ""
+        self._byte_offset = self._number = 0
+        self._position = None
+        self._lines, self._trouble = list[bytes](), ""  # read ahead, and why there are no more
         try:
             self._unpack()
             self._begin()
@@ -9709,22 +9728,6 @@ class _RecordFile:
                 "Look at the feed; if it is right, lower the limit and resume.",
                 PersonNeeded,
             )
-
-
-def _parsed(
-    numbered: Iterable[tuple[int | None, Any]],
-    parse: Callable[[Any], Any],
-    rejects: list[Reject],
-) -> list[Any]:
-    """Return what parse= makes of raw records; append those that it refuses to `rejects`."""
-    records = []
-    for number, record in numbered:
-        try:
-            records.append(parse(record))
-        except (ValueError, KeyError) as error:
-            reason = f"record {number}: {type(error).__name__}: {error}"
-            rejects.append(Reject(record, reason, number, raw=True))
-    return records
 
 
 def _version(found: os.stat_result) -> tuple[int, int]:
@@ -9930,7 +9933,7 @@ class _Iterated:
         return _digest(text.encode("utf-8", "surrogatepass"))
 
 
-class _TakenUp:
+class _TakenUp(_Parsing):
     """The rejects that a retry has taken up, in the place of the source that they came from.
 
     Raw ones go through its parse= again; cursor = the spot of the last one. The source itself is
@@ -9938,8 +9941,8 @@ class _TakenUp:
     """
 
     def __init__(self, source: Any, fetch: Callable[[Any, int], list[RejectRow]]) -> None:
-        self.key, self._parse = source.key, getattr(source, "parse", None)
-        self._fetch, self._rejects = fetch, list[Reject]()
+        super().__init__(getattr(source, "parse", None))
+        self.key, self._fetch = source.key, fetch
 
     def total(self) -> int:
         return len(self._fetch(None, -1))
@@ -9948,15 +9951,11 @@ class _TakenUp:
         rows, records = self._fetch(after, limit), list[Any]()
         for row in rows:
             value = decode_cursor(cast("str", row.value))
-            if row.raw and self._parse is not None:
-                records += _parsed([(row.record_number, value)], self._parse, self._rejects)
+            if row.raw and self.parse is not None:
+                records += self._parsed(self.parse, [(row.record_number, value)])
             else:
                 records.append(value)
         return records, rows[-1].spot if rows else None
-
-    def take_rejects(self) -> list[Reject]:
-        rejects, self._rejects = self._rejects, []
-        return rejects
 
 
 class Remembered:
@@ -9967,7 +9966,7 @@ class Remembered:
 
     def __init__(self, batches: Sequence[BatchRow], store: ImageStore) -> None:
         self._batches = [batch for batch in batches if batch.images]
-        self._store, self._open, self._lines = store, "", list[bytes]()
+        self._lines_of = functools.lru_cache(maxsize=1)(store.lines)  # of one image at a time
 
     def key(self, _record: Any) -> None:
         """Return nothing: what a row is, only the job knows."""
@@ -9978,19 +9977,15 @@ class Remembered:
 
     def read(self, after: tuple[int, int] | None, limit: int) -> tuple[list[Any], Any]:
         """Return rows of one image, which is checked whole when it is opened."""
+        newest, there = after or (sys.maxsize, 0)
         for batch in self._batches:
-            left = batch.remembered
-            if after is not None and batch.number >= after[0]:
-                left = after[1] if batch.number == after[0] else 0
-            if left:
-                if self._open != batch.images:
-                    self._open = batch.images or ""
-                    self._lines = self._store.lines(self._open)
-                line = (left - 1) // ROWS_A_LINE
-                first = max(left - limit, line * ROWS_A_LINE)
-                rows = decode_cursor(self._lines[line].decode("utf-8", "surrogatepass"))
-                start = line * ROWS_A_LINE
-                return rows[first - start : left - start][::-1], (batch.number, first)
+            left = there if batch.number == newest else batch.remembered
+            if left and batch.number <= newest:
+                line, last = divmod(left - 1, ROWS_A_LINE)
+                first = max(0, last + 1 - limit)
+                text = self._lines_of(batch.images)[line].decode("utf-8", "surrogatepass")
+                rows = decode_cursor(text)[first : last + 1]
+                return rows[::-1], (batch.number, left - len(rows))
         return [], None
 
 
@@ -10048,8 +10043,6 @@ class Reader:
 
         Rejects may come without a record.
         """
-        if limit < 1:
-            raise ConfigurationError(f"A batch of {limit} records cannot be read.")
         start, records, rejects = self._cursor, list[Any](), list[Reject]()
         while (room := limit - len(records) - len(rejects)) > 0 and not self._ended:
             portion, self._waiting = self._waiting or self._read(room), None

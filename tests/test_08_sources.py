@@ -1005,12 +1005,6 @@ def test_a_file_that_is_missing_or_closed_to_us_is_named_with_the_working_folder
         os.seteuid(user)
 
 
-def test_no_source_can_be_read_in_batches_of_nothing() -> None:
-    for limit in (0, -1):
-        with pytest.raises(ConfigurationError, match=f"A batch of {limit} records cannot be read"):
-            Reader(as_source([1]), None).read_batch(limit)
-
-
 def test_a_long_circle_is_stopped_after_at_most_three_turns() -> None:
     asked: list[Any] = []
 
