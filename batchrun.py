@@ -8563,22 +8563,18 @@ class How(NamedTuple):
 
 
 class Claim:
-    """An operation that is to be done: what is called with what, and what became of it.
+    """An operation that is to be done: what is called with what, and what became of it."""
 
-    Attributes:
-        began, since: when the call began, and when its destination first asked to wait; or 0.
-        result: the receipt, or what a lookup says.
-        error: why it was not done, or is unknown.
-        is_late: whether its call was not awaited, and may be at work still.
-        counts_as: called, confirmed, already done; nothing if it was not done.
-    """
+    id = 0
+    began = 0.0  # when the call began
+    since = 0.0  # when its destination first asked to wait
+    result: Any = None  # the receipt, or what a lookup says
+    error: BaseException | None = None  # why it was not done, or is unknown
+    is_late = False  # whether its call was not awaited, and may be at work still
+    counts_as = ""  # called, confirmed, already done; nothing if it was not done
 
     def __init__(self, key: str, arguments: tuple[Any, ...], digest: bytes) -> None:
         self.key, self.arguments, self.digest = key, arguments, digest
-        self.id, self.began, self.since = 0, 0.0, 0.0
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.is_late, self.counts_as = False, ""
 
 
 class Context(Generic[S]):
