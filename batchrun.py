@@ -8868,17 +8868,13 @@ class Context(Generic[S]):
         Its `__exit__` is given an exception if the attempt does not succeed. A DB-API connection
         is rolled back and closed, never committed.
         """
-        name, kind = type(resource).__name__, type(resource)
+        kind, push = type(resource), self._cleanups.push
         is_dbapi = hasattr(resource, "rollback") and hasattr(resource, "cursor")
-        if is_dbapi or isinstance(resource, apsw.Connection):
-            self._cleanups.push(name, lambda _: close_connection(resource))
+        if is_dbapi or isinstance(resource, apsw.Connection) or not hasattr(kind, "__enter__"):
+            push(kind.__name__, lambda _: close_connection(resource))
             return resource
-        if not hasattr(kind, "__enter__"):
-            self._cleanups.push(name, lambda _: resource.close())
-            return resource
-        entered = kind.__enter__(resource)
-        leave = kind.__exit__
-        self._cleanups.push(name, lambda why: leave(resource, why and type(why), why, None))
+        entered, leave = kind.__enter__(resource), kind.__exit__
+        push(kind.__name__, lambda why: leave(resource, why and type(why), why, None))
         return entered
 
     def on_exit(self, function: Callable[..., object], *arguments: object) -> None:
