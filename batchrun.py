@@ -7325,10 +7325,9 @@ def usage_text(usage: Usage) -> str:
 # others did; cut off after `cleanup_timeout`; named with its time and its error in the report; and
 # hides no error of the job. cleanup() alone outlives the process: it is recorded before its
 # resource is made, and called once at least after that, so its function must take a resource that
-# is not there, or not any more. A job begins at its first line again in every attempt, and so
-# registers again what it makes again.
-# on_finish() records likewise what is to be removed with the run, not with the attempt: it is
-# called after all else in the attempt that succeeds, or before the run is cancelled.
+# is not there, or not any more. on_finish() records likewise what is to be removed with the run,
+# not with the attempt: it is called after all else in the attempt that succeeds, or before the run
+# is cancelled.
 #
 # A recorded cleanup whose last call failed, or ended its process, is called in a child process from
 # then on: whatever it does there, the others are called, and the job gets to its batches.
@@ -7749,8 +7748,7 @@ Around = contextlib.AbstractContextManager[object]
 class CleanupStack:
     """What has to be released at the end of an attempt, in reverse order.
 
-    Every release is tried and recorded, whatever the others do, and none takes longer than
-    `limit_s`, but for what does not come back to Python: only a signal from outside ends that.
+    A release that does not come back to Python is not cut off: only a signal from outside ends it.
     """
 
     def __init__(self, host: Host, limit_s: float) -> None:
@@ -9926,10 +9924,9 @@ class _Iterated:
 
 
 class _TakenUp(_Parsing):
-    """The rejects that a retry has taken up, in the place of the source that they came from.
+    """The rejects that a retry has taken up; cursor = the spot of the last one.
 
-    Raw ones go through its parse= again; cursor = the spot of the last one. The source itself is
-    not read, and what it demands of a whole reading is not asked for.
+    The source that they came from is not read, and demands nothing of a whole reading.
     """
 
     def __init__(self, source: Any, fetch: Callable[[Any, int], list[RejectRow]]) -> None:
