@@ -9088,13 +9088,9 @@ class CountingCursor(apsw.Cursor):
 
 
 def open_database(url: str) -> Any:
-    """Open `sqlite:PATH` with apsw, or `postgres://...` with psycopg.
+    """Open a database as `Context.connect` says.
 
     Like elsewhere, `sqlite:///PATH` is `sqlite:PATH`, so that `sqlite:////PATH` is absolute.
-
-    Raises:
-        ConfigurationError: an unknown kind of URL, or a missing driver.
-        JobError: the database does not let us in; secrets are masked.
     """
     _remember_parts("", url)
     scheme, path = url.partition(":")[0], url_path(url)
