@@ -9492,7 +9492,8 @@ class _Parsing:
             try:
                 records.append(parse(record))
             except (ValueError, KeyError) as error:
-                reason = f"record {number}: {type(error).__name__}: {error}"
+                which = f"record {number}: " if number is not None else ""
+                reason = f"{which}{type(error).__name__}: {error}"
                 self._rejects.append(Reject(record, reason, number, raw=True))
         return records
 
