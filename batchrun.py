@@ -9303,13 +9303,12 @@ class Query:
         self._names = (key,) if isinstance(key, str) else tuple(key)
         self._columns = ['s."{}"'.format(name.replace('"', '""')) for name in self._names]
         self._key_columns = ", ".join(self._columns)
-        self._take: Callable[[Any], Any] | None = None  # the key from a row, once one was met
+        self._take: Callable[[Any], Any] | None = None  # the key from a row, once one was judged
         self._connection, self._placeholder = connection, placeholder_of(connection) or "?"
         self._select, self._parameters = select.strip().rstrip(";"), tuple(parameters)
         self._lag_s, self._zone = lag, zone
         self._until: object = None  # what lag= leaves
         self._described: list[str] = []  # the columns of the newest answer that had rows
-        self._is_checked = False
 
     def key(self, row: Any) -> Any:
         """Return a row's key, also of one that is there no more and comes from a reject."""
@@ -9321,9 +9320,9 @@ class Query:
 
     def read(self, after: Any, limit: int) -> tuple[list[Any], Any]:
         """Return the next rows and the last one's key; ([], None) at the end."""
-        if not self._is_checked:
+        if self._take is None:
             self._check(after)
-        if not self._is_checked:
+        if self._take is None:
             return [], None  # no row was there
         rows = self._ask("s.*", f"ORDER BY {self._key_columns} LIMIT {limit}", behind=after)
         if not rows:
@@ -9347,7 +9346,7 @@ class Query:
     def _check(self, after: Any) -> None:
         """Learn from one row what rows are like, and refuse what would lose some."""
         for row in self._ask("s.*", "LIMIT 1"):
-            self._take, key = self._taker(row), ", ".join(self._names)
+            take, key = self._taker(row), ", ".join(self._names)
             nulls = " OR ".join(f"{column} IS NULL" for column in self._columns)
             if self._ask("1 AS one", "LIMIT 1", also=nulls):
                 raise _source_letter(
@@ -9355,7 +9354,7 @@ class Query:
                     "NULL is neither before nor behind any key: such rows would never be read.",
                     f"Add WHERE {' IS NOT NULL AND '.join(self._names)} IS NOT NULL.",
                 )
-            sample = self.key(row) if len(self._names) > 1 else (self.key(row),)
+            sample = take(row) if len(self._names) > 1 else (take(row),)
             stored = _kinds(after if isinstance(after, tuple) else (after,))
             if after is not None and stored != _kinds(sample):
                 why = f"It is {stored}; the key is {_kinds(sample)} now."
@@ -9363,7 +9362,7 @@ class Query:
             if self._lag_s is not None:
                 self._until = self._newest(sample[0], self._lag_s)
             self._refuse_ties(after)
-            self._is_checked = True
+            self._take = take
 
     def _taker(self, row: Any) -> Callable[[Any], Any]:
         """Return what takes the key from rows like this one: by name, else by place."""
