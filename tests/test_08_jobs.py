@@ -972,14 +972,16 @@ def test_a_finished_loop_is_never_rolled_forward(shop: Shop) -> None:
 
 
 NEWER = "UPDATE batchrun_mark SET generation = generation + 1"
+AHEAD = "UPDATE batchrun_mark SET number = 3"  # as a copy of the state directory does
 
 
-def test_a_worker_whose_mark_was_claimed_changes_nothing_and_stops(stock: Stock) -> None:
+@pytest.mark.parametrize("taken", [NEWER, AHEAD], ids=["claimed", "moved on"])
+def test_a_worker_whose_mark_was_taken_changes_nothing_and_stops(stock: Stock, taken: str) -> None:
     stock.write(WRITE, before='done("open")\n')
     opening = (
         "psycopg.connect({dsn!r}, autocommit=True)" if stock.dsn else "sqlite3.connect('t.db')"
     )
-    claim = f"if batch.number == 2:\n    other = {opening}\n    other.execute({NEWER!r})\n"
+    claim = f"if batch.number == 2:\n    other = {opening}\n    other.execute({taken!r})\n"
     claim = claim.replace("{dsn!r}", repr(stock.dsn)) + "    stock is other or other.commit()\n"
     swallowed = "try:\n" + indent(WRITE.strip().removesuffix("yield batch"), TAB)
     stock.write(claim + swallowed + "except Exception:\n    pass\nyield batch")
