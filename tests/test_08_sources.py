@@ -32,6 +32,7 @@ from batchrun import (
     PersonNeeded,
     Query,
     Reader,
+    Reject,
     SourceError,
     as_source,
 )
@@ -854,6 +855,15 @@ def test_an_answer_that_does_not_fit_waits_for_the_next_batch() -> None:
         ([6, 7, 8, 9], 2, True),
         ([], 2, True),
     ]
+
+
+def test_an_answer_of_rejects_alone_is_a_batch_of_a_source_that_waits_to_be_told() -> None:
+    source: Any = in_answers([[], [], [3]])
+    source.committed = lambda _cursor: None
+    source.take_rejects = iter([[], [Reject("x", "bad")], []]).__next__
+    reader = Reader(source, None)
+    portions = [reader.read_batch(5) for _ in range(2)]
+    assert [(p.records, p.cursor, len(p.rejects)) for p in portions] == [([], 2, 1), ([3], 2, 0)]
 
 
 def test_a_reader_that_had_ended_reads_nothing() -> None:
