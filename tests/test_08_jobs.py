@@ -1451,6 +1451,32 @@ def test_an_error_of_our_own_does_not_swallow_an_interrupt() -> None:
         work()
 
 
+@pytest.fixture
+def alarmed() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGALRM)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("alarmed")
+def test_behind_a_call_that_has_a_time_limit_no_alarm_is_left() -> None:
+    alarm = batchrun.Alarm(60)
+    assert alarm.call(lambda x: (x, signal.getitimer(signal.ITIMER_REAL)[0] > 0), 1) == (1, True)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    with pytest.raises(TimeoutError, match=r"^did not end within 0\.01 s$"):
+        batchrun.Alarm(0.01).call(signal.pause)
+
+
+@pytest.mark.usefixtures("alarmed")
+def test_the_time_for_all_releases_has_room_for_one_that_a_release_adds() -> None:
+    stack = batchrun.CleanupStack(batchrun.Host(), 20)
+    stack.push("first", lambda _: None)
+    stack.push("second", lambda _: stack.push("added", lambda _: None))
+    assert stack.limit_s == 60
+    stack.unwind()
+    assert [release["name"] for release in stack.releases] == ["second", "added", "first"]
+
+
 # --- databases, secrets, the log ----------------------------------------------------------------
 
 
