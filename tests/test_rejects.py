@@ -258,6 +258,7 @@ def test_what_parse_refused_is_kept_raw_with_its_number_and_goes_through_parse_a
     bad(shop)
     shop.project.write_file("feed.csv", "sku,qty\na,1\nb,\nc,3\nd,\n")
     assert shop.run().code == 10
+    assert shop.rows("SELECT read, rejected FROM run ORDER BY key DESC LIMIT 1") == [(4, 2)]
     [b, d] = rejects(shop, "sync")
     assert (b["record"], b["record_number"], b["raw"]) == ("{'sku': 'b', 'qty': ''}", 2, True)
     assert b["reason"].startswith("record 2: ValueError: invalid literal")
