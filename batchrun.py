@@ -7325,10 +7325,9 @@ def usage_text(usage: Usage) -> str:
 # others did; cut off after `cleanup_timeout`; named with its time and its error in the report; and
 # hides no error of the job. cleanup() alone outlives the process: it is recorded before its
 # resource is made, and called once at least after that, so its function must take a resource that
-# is not there, or not any more. A job begins at its first line again in every attempt, and so
-# registers again what it makes again.
-# on_finish() records likewise what is to be removed with the run, not with the attempt: it is
-# called after all else in the attempt that succeeds, or before the run is cancelled.
+# is not there, or not any more. on_finish() records likewise what is to be removed with the run,
+# not with the attempt: it is called after all else in the attempt that succeeds, or before the run
+# is cancelled.
 #
 # A recorded cleanup whose last call failed, or ended its process, is called in a child process from
 # then on: whatever it does there, the others are called, and the job gets to its batches.
@@ -7371,22 +7370,16 @@ MARK_TABLE = """CREATE TABLE IF NOT EXISTS batchrun_mark (
 # -- declaring a job -----------------------------------------------------------------
 
 
-class Job:
+class Job(NamedTuple):
     """A job's function and what it declares; what the `job` decorator returns; see there."""
 
-    def __init__(
-        self,
-        function: Callable[..., Iterator[Any]],
-        settings: type | None,
-        version: int,
-        resumes: dict[int, Callable[[Any], Any]],
-        retry_if: Callable[[BaseException], object] | None,
-        not_done: Callable[[BaseException], object] | None = None,
-        rollback: Callable[..., Iterator[Any]] | None = None,
-    ) -> None:
-        self.function, self.settings, self.version = function, settings, version
-        self.resumes, self.retry_if, self.not_done = resumes, retry_if, not_done
-        self.rollback = rollback
+    function: Callable[..., Iterator[Any]]
+    settings: type | None = None
+    version: int = 1
+    resumes: Mapping[int, Callable[[Any], Any]] | None = None
+    retry_if: Callable[[BaseException], object] | None = None
+    not_done: Callable[[BaseException], object] | None = None
+    rollback: Callable[..., Iterator[Any]] | None = None
 
     @property
     def words(self) -> str:
@@ -7402,7 +7395,8 @@ class Job:
             PersonNeeded: there is no converter, or it gives no cursor; says which versions do.
         """
         cursor, version = decode_cursor(checkpoint.cursor), checkpoint.job_version
-        known = sorted({self.version, *self.resumes})
+        converters = self.resumes or {}
+        known = sorted({self.version, *converters})
         written = f"The checkpoint of run {checkpoint.run} was written by version {version}"
         stands = "Nothing was done; the checkpoint stands."
         if version not in known:
@@ -7417,7 +7411,7 @@ class Job:
         if ours or version == self.version or checkpoint.kind != "batch":  # no loop was under way
             return cursor
         try:
-            converted = self.resumes[version](cursor)
+            converted = converters[version](cursor)
             require_round_trip(converted)
             if converted is None and cursor is not None:
                 raise CursorError("It returned None, from which the run would begin at record 1.")
@@ -7477,35 +7471,26 @@ def job(
 ) -> Callable[[Callable[..., Iterator[Any]]], Job]: ...
 
 
-def job(
-    function: Callable[..., Any] | None = None,
-    /,
-    *,
-    settings: type | None = None,
-    version: int = 1,
-    resumes: dict[int, Callable[[Any], Any]] | None = None,
-    retry_if: Callable[[BaseException], object] | None = None,
-    not_done: Callable[[BaseException], object] | None = None,
-    rollback: Callable[..., Iterator[Any]] | None = None,
-) -> Any:
+def job(function: Callable[..., Any] | None = None, /, **declared: Any) -> Any:
     """Declare a generator function as a job.
 
     Args:
         function: the generator function, when used without parentheses.
-        settings: a frozen dataclass; its fields are the keys that `[jobs.NAME]` may have.
-        version: raise it when older checkpoints do not fit any more.
-        resumes: older version -> function from its cursor to one of this version.
-        retry_if: called with an exception of the job; whether trying the batch again may help.
-        not_done: called with an exception of an operation's call; whether it says for sure that
-            nothing was sent, or that the destination refused. Else the outcome is unknown.
-        rollback: a generator function like the job, which reads ctx.remembered and undoes it.
+        **declared: any of these:
+            settings: a frozen dataclass; its fields are the keys that `[jobs.NAME]` may have.
+            version: raise it when older checkpoints do not fit any more.
+            resumes: older version -> function from its cursor to one of this version.
+            retry_if: called with an exception of the job; whether trying the batch again may help.
+            not_done: called with an exception of an operation's call; whether it says for sure that
+                nothing was sent, or that the destination refused. Else the outcome is unknown.
+            rollback: a generator function like the job, which reads ctx.remembered and undoes it.
 
     Raises:
         JobError: one of the functions is no generator function.
     """
 
     def declare(function: Callable[..., Any]) -> Job:
-        for each in filter(None, (function, rollback)):
+        for each in filter(None, (function, declared.get("rollback"))):
             if not each.__code__.co_flags & 0x20:  # inspect.CO_GENERATOR, without importing it
                 raise JobError(
                     f"The job {each.__name__} never yields.",
@@ -7513,7 +7498,7 @@ def job(
                     unchanged="Nothing was begun.",
                     todo="End the loop's body with: yield batch",
                 )
-        return Job(function, settings, version, dict(resumes or {}), retry_if, not_done, rollback)
+        return Job(function, **declared)
 
     return declare if function is None else declare(function)
 
@@ -7756,40 +7741,30 @@ class Overdue(BaseException):
     """Raised in a release that did not end in time; `except Exception` does not swallow it."""
 
 
-class Release(NamedTuple):
-    """One thing to be released."""
-
-    name: str
-    call: Callable[[BaseException | None], object]  # given why the attempt did not succeed, or None
-    around: contextlib.AbstractContextManager[object]  # entered around it, outside its time limit
+Releasing = Callable[[BaseException | None], object]  # given why the attempt did not succeed
+Around = contextlib.AbstractContextManager[object]
 
 
 class CleanupStack:
     """What has to be released at the end of an attempt, in reverse order.
 
-    Every release is tried and recorded, whatever the others do, and none takes longer than
-    `limit_s`, but for what does not come back to Python: only a signal from outside ends that.
+    A release that does not come back to Python is not cut off: only a signal from outside ends it.
     """
 
     def __init__(self, host: Host, limit_s: float) -> None:
         self._host, self._limit_s = host, limit_s
-        self._entries: list[Release] = []
+        self._entries: list[tuple[str, Releasing, Around]] = []
         self.releases: list[dict[str, Any]] = []
 
     def push(
-        self,
-        name: str,
-        call: Callable[[BaseException | None], object],
-        around: contextlib.AbstractContextManager[object] | None = None,
-        *,
-        last: bool = False,
+        self, name: str, call: Releasing, around: Around | None = None, *, last: bool = False
     ) -> None:
-        """Add a release, called with why the attempt did not succeed, before all added earlier.
+        """Add a release before all added earlier, or after all of them.
 
-        `last`: after all of them.
+        `around` is entered around it, outside its time limit.
         """
-        release = Release(name, call, around or contextlib.nullcontext())
-        self._entries.insert(0 if last else len(self._entries), release)
+        at = 0 if last else len(self._entries)
+        self._entries.insert(at, (name, call, around or contextlib.nullcontext()))
 
     @property
     def limit_s(self) -> float:
@@ -7800,15 +7775,15 @@ class CleanupStack:
         """Release everything, last in, first out."""
         alarm = Alarm(self._limit_s)
         while self._entries:
-            release = self._entries.pop()
+            name, call, around = self._entries.pop()
             began, error = self._host.monotonic(), ""
             try:
-                with release.around:
-                    alarm.call(release.call, reason)
+                with around:
+                    alarm.call(call, reason)
             except BaseException as raised:  # noqa: BLE001 - one failing release must not stop the next
                 error = error_text(raised)
             elapsed_s = round(self._host.monotonic() - began, 6)
-            self.releases.append({"name": release.name, "elapsed_s": elapsed_s, "error": error})
+            self.releases.append({"name": name, "elapsed_s": elapsed_s, "error": error})
 
 
 class Alarm:
@@ -7844,20 +7819,14 @@ def require_recordable(
     """Return the name by which another process finds a cleanup's function, `module:name`."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     text = f"{module}:{name}" if module and name else f"A {type(function).__name__}"
-    reason = next((why for is_so, why in unfit_for_cleanup(function, module, name) if is_so), "")
-    if reason:
-        raise broken("no cleanup", name=text, reason=reason)
-    try:
-        kept = _compact(arguments)
-        same = json.loads(kept) == arguments
-    except (TypeError, ValueError):
-        raise broken("no arguments", name=text, reason="they are no JSON") from None
-    reason = "" if same else "JSON gives back others"
+    for is_so, reason in unfit_for_cleanup(function, module, name):
+        if is_so:
+            raise broken("no cleanup", name=text, reason=reason)
     if unnamed:
         reason = f"{len(unnamed)} of them {'has' if len(unnamed) == 1 else 'have'} no name"
-    if mask_secrets(kept) != kept:
-        reason = "a secret is among them"
-    if reason := reason or misfit(function, arguments):
+    else:
+        reason = misfit(function, arguments)
+    if reason:
         raise broken("no arguments", name=text, reason=reason)
     return text
 
@@ -7883,15 +7852,22 @@ def is_lazy(function: Any) -> bool:
 
 
 def misfit(function: Any, arguments: dict[str, Any]) -> str:
-    """Return why a function cannot be called with these arguments, or nothing."""
+    """Return why a function cannot be called with these arguments later, or nothing."""
     import inspect  # 10 ms, only for jobs that record cleanups
 
     try:
-        inspect.signature(function).bind(**arguments)
+        kept = _compact(arguments)
+        if mask_secrets(kept) != kept:
+            return "a secret is among them"
+        if json.loads(kept) != arguments:
+            return "JSON gives back others"
+    except (TypeError, ValueError):
+        return "they are no JSON"
+    try:
+        with contextlib.suppress(ValueError):  # a builtin that does not tell
+            inspect.signature(function).bind(**arguments)
     except TypeError as error:
         return str(error)
-    except ValueError:  # a builtin that does not tell
-        return ""
     return ""
 
 
@@ -7946,6 +7922,7 @@ def answer_and_exit(call: Callable[[], object], answer: int) -> NoReturn:
 class Link:
     """One commit in the making: a `batch`, the end of a `loop`, a `step` or an `approval`."""
 
+    records: Sequence[Any] = ()  # of a batch, as the source gave them
     cursor: Any = None  # of the loop after this commit
     ended = False  # whether the source said that nothing follows
     read = 0  # records consumed, rejected ones included
@@ -7981,14 +7958,13 @@ class Course:
     `place` is the cursor of the loop under way, encoded.
     """
 
+    number = read = rejected = batches = 0
+    loop, place, ended = "", "null", False
+    source: str | None = None
+
     def __init__(self, run: Run, generation: int, checkpoint: Checkpoint | None = None) -> None:
         self.run, self.generation, self.hash = run, generation, run.hash
-        self.number = self.read = self.rejected = self.batches = 0
-        self.passed: list[list[Any]] = []
-        self.marks: dict[str, int] = {}
-        self.counts: dict[str, int] = {}
-        self.loop, self.place, self.ended = "", "null", False
-        self.source: str | None = None
+        self.passed, self.marks, self.counts = list[list[Any]](), dict[str, int](), dict[str, int]()
         if checkpoint is not None:
             self.move_to(checkpoint, run.hash)
 
@@ -8169,16 +8145,13 @@ class Mark:
         where = "WHERE run = ? AND loop = ?"
         update = f"UPDATE batchrun_mark SET generation = ? {where} AND generation < ?"
         columns = f"generation, number, {', '.join(KEYS)}, counts"
-        try:
+        with self._undone_by_error():
             target.begin()
             target.run_sql(f"{insert} ON CONFLICT DO NOTHING", *self._key, generation)
             target.run_sql(update, generation, *self._key, generation)
             found = target.run_sql(f"SELECT {columns} FROM batchrun_mark {where}", *self._key)
             holder, *row = _tuple(found.fetchone())
             target.end("commit")
-        except BaseException:
-            self._give_up()
-            raise
         if holder > generation:
             raise lost_ownership(self._course.run, generation)
         return tuple(row)
@@ -8211,10 +8184,15 @@ class Mark:
             f" batchrun run {course.run.job} --fresh",
         )
 
-    def _give_up(self) -> None:
-        """Roll back; that this fails too must not hide why."""
-        with contextlib.suppress(Exception):
-            self.target.end("rollback")
+    @contextlib.contextmanager
+    def _undone_by_error(self) -> Iterator[None]:
+        """Roll back for an error; that this fails too must not hide it."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.target.end("rollback")
+            raise
 
     def _require_clean(self) -> None:
         """End a read transaction that was left open; refuse one that has written."""
@@ -8229,11 +8207,11 @@ class Mark:
         if self._has_table():
             return
         try:
-            self.target.begin()
-            self.target.run_sql(MARK_TABLE)
-            self.target.end("commit")
+            with self._undone_by_error():
+                self.target.begin()
+                self.target.run_sql(MARK_TABLE)
+                self.target.end("commit")
         except Exception as error:
-            self._give_up()
             if self._has_table():  # another job has made it in the meantime
                 return
             raise JobError(
@@ -8244,13 +8222,11 @@ class Mark:
             ) from error
 
     def _has_table(self) -> bool:
-        try:
+        with contextlib.suppress(Exception), self._undone_by_error():
             self.target.run_sql("SELECT number FROM batchrun_mark WHERE run = '' LIMIT 1")
-        except Exception:  # noqa: BLE001 - every driver has an error class of its own
-            self._give_up()
-            return False
-        self.target.end("commit")
-        return True
+            self.target.end("commit")
+            return True
+        return False  # every driver has an error class of its own
 
     @contextlib.contextmanager
     def transaction(self, context: Context[Any], link: Link) -> Iterator[Any]:
@@ -8259,7 +8235,7 @@ class Mark:
         with context._own_code():
             self._require_clean()
             target.begin()
-        try:
+        with self._undone_by_error():
             yield target.connection.cursor()
             with context._own_code():
                 if not target.is_open():
@@ -8271,9 +8247,6 @@ class Mark:
                 target.end("commit")
                 link.marked = True
                 reach("target.committed", number)
-        except BaseException:
-            self._give_up()
-            raise
 
     def _write(self, link: Link) -> None:
         """Write the mark; it changes a row only if we still own it and the number is new."""
@@ -8326,20 +8299,7 @@ class Batch:
         self.loop = loop.name
         self._context, self._mark = context, loop.mark
         self._entered = self._inside = False
-        self._link = Link(
-            "batch",
-            loop.name,
-            cursor=portion.cursor,
-            ended=portion.ended,
-            read=len(portion.records) + len(portion.rejects),
-            rejects=list(portion.rejects),
-            rejected=len(portion.rejects),
-            first_key=portion.first_key,
-            last_key=portion.last_key,
-            source=loop.fingerprint,
-            began=context._host.monotonic(),
-        )
-        self._link.following = loop.try_after(self._link.texts["cursor"])
+        self._link = loop.link_of(portion)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the records."""
@@ -8453,14 +8413,15 @@ class Batch:
 class Loop:
     """One pass over a source: an iterator of batches, each to be yielded before the next."""
 
+    _source: Any  # both only of a loop that was not finished already
+    _reader: Reader
+
     def __init__(self, context: Context[Any], name: str, size: int, mark: Mark | None) -> None:
         self.name, self.size, self.mark = name, size, mark
         self._limit = size  # of the batch that is open; less where isolation looks for a record
         self.exhausted = False
         self.fingerprint: str | None = None
         self._context = context
-        self._source: Any = None
-        self._reader: Reader | None = None
         self._is_first = True
 
     def __iter__(self) -> Loop:
@@ -8481,7 +8442,8 @@ class Loop:
         while not self.exhausted:
             driver.pass_gate()
             self._limit = driver.limit(self)
-            portion = self._read(self._limit)
+            with self._in_source():
+                portion = self._reader.read_batch(self._limit)
             if self._is_first:
                 self._is_first = False
                 require_round_trip(portion.cursor)
@@ -8498,7 +8460,16 @@ class Loop:
                 self.exhausted = True
         return None
 
-    def try_after(self, place: str, *end: str) -> str:
+    def link_of(self, portion: Portion) -> Link:
+        """Return the commit of what was read; the source alone has rejected some of it yet."""
+        count, refused = len(portion.records), len(portion.rejects)
+        began = self._context._host.monotonic()
+        facts = {"source": self.fingerprint, "began": began, **portion._asdict()}
+        link = Link("batch", self.name, read=count + refused, rejected=refused, **facts)
+        link.following = self._try_after(link.texts["cursor"])
+        return link
+
+    def _try_after(self, place: str, *end: str) -> str:
         """Return the key of the try of the batch that begins after an encoded cursor, as JSON."""
         return _compact([self.name, place, self._limit, *end])
 
@@ -8507,29 +8478,23 @@ class Loop:
 
         Only that tells the record from another one in its place, and that it was handed out.
         """
-        context, course = self._context, self._context._course
+        context = self._context
         if self._limit < self.size:  # halve what there is, not what there might have been
             self._limit = max(1, min(self._limit, len(portion.records) + len(portion.rejects)))
         end = [encode_cursor(portion.cursor)] if context._isolates and self._limit == 1 else []
-        return self.try_after(course.place if course.loop == self.name else "null", *end)
+        return self._try_after(context._course.place, *end)
 
     def _left_out(self, portion: Portion, why: str) -> Link:
         """Return the commit that passes over what is not handed to the job.
 
         That is what the source has refused, and the record that isolation has found.
         """
-        link = Batch(self._context, portion, self)._link
-        if len(portion.records) > 1:
-            count, after = len(portion.records), self._context.cursor
-            raise broken("unsplit", loop=self.name, after=after, count=count)
+        link, count = self.link_of(portion), len(portion.records)
+        if count > 1:
+            raise broken("unsplit", loop=self.name, after=self._context.cursor, count=count)
         link.rejects += [Reject(record, why) for record in portion.records]
-        link.rejected += len(portion.records)
+        link.rejected += count
         return link
-
-    def _read(self, limit: int) -> Portion:
-        """Read until the batch is full."""
-        with self._in_source():
-            return cast("Reader", self._reader).read_batch(limit)
 
     def tell_committed(self) -> None:
         """Tell the source, if it wants to know, up to which cursor all is committed."""
@@ -8555,64 +8520,33 @@ class Loop:
         context = self._context
         if not context._handed_out:
             context._handed_out = True
-            total = getattr(self._source, "total", None)
-            context._driver.begin_batches(total() if total is not None else None, tried)
+            expected = getattr(self._source, "total", lambda: None)()
+            context._driver.begin_batches(expected, tried)
         context._driver.begin_try(tried)
         context._current = batch = Batch(context, portion, self)
         reach("batch.handed_out", batch.number)
         return batch
 
 
-class Driver(Protocol):
-    """What a context asks of the worker that drives it."""
+class _Driver(Protocol):
+    """What a context asks of the worker that drives it; the worker says what each does."""
 
-    def commit(self, link: Link) -> None:
-        """Make one commit."""
-
-    def begin_batches(self, expected: int | None, tried: str) -> None:
-        """Record that the first batch is handed out, and arm its try."""
-
-    def begin_try(self, tried: str) -> None:
-        """See that the try of the batch that is handed out is armed."""
-
-    def stage(self, number: int, link: Link) -> None:
-        """Store a commit's rejects and image, which do not count yet; refuse too many rejects."""
-
-    def remembered(self) -> Source:
-        """Return the rows that this run, a rollback, has to undo."""
-
-    def taken_up(self, loop: str, after: Any, limit: int) -> list[RejectRow]:
-        """Return the rejects that this run, a retry, has to read in the place of a source."""
-
-    def ask(self, name: str, summary: str) -> Approval:
-        """Return the answer to a question; raise to end the attempt while there is none."""
-
-    def limit(self, loop: Loop) -> int:
-        """Return how many records the next batch may have."""
-
-    def why_bad(self, tried: str) -> str:
-        """Return the error of a try of one record that isolation has found, else nothing."""
-
-    def pass_gate(self) -> None:
-        """Raise if the attempt is to stop here."""
-
-    def stop_is_asked(self) -> bool:
-        """Tell whether the attempt is to stop at its next safe point."""
-
-    def say(self, text: str) -> None:
-        """Record a line that people should see."""
-
-    def note_target(self, loop: str, target: Target) -> None:
-        """Record where the mark of a loop is kept."""
-
-    def record_cleanup(self, function: str, arguments: dict[str, Any], *, of_run: bool) -> None:
-        """Record a cleanup, and have it called at the end of the attempt, or of the run."""
-
-    def await_answer(self, end: AttemptEnd) -> NoReturn:
-        """End the attempt here, until a person has answered."""
-
-    def operate(self, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How) -> list[Claim]:
-        """Do what was never done under these keys; say of each what became of it, in order."""
+    def commit(self, link: Link) -> None: ...
+    def begin_batches(self, expected: int | None, tried: str) -> None: ...
+    def begin_try(self, tried: str) -> None: ...
+    def stage(self, number: int, link: Link) -> None: ...
+    def remembered(self) -> Source: ...
+    def taken_up(self, loop: str, after: Any, limit: int) -> list[RejectRow]: ...
+    def ask(self, name: str, summary: str) -> Approval: ...
+    def limit(self, loop: Loop) -> int: ...
+    def why_bad(self, tried: str) -> str: ...
+    def pass_gate(self) -> None: ...
+    def stop_is_asked(self) -> bool: ...
+    def say(self, text: str) -> None: ...
+    def note_target(self, loop: str, target: Target) -> None: ...
+    def record_cleanup(self, function: str, arguments: dict[str, Any], *, of_run: bool) -> None: ...
+    def await_answer(self, end: AttemptEnd) -> NoReturn: ...
+    def operate(self, wanted: Sequence[tuple[str, tuple[Any, ...]]], how: How) -> list[Claim]: ...
 
 
 class How(NamedTuple):
@@ -8627,22 +8561,18 @@ class How(NamedTuple):
 
 
 class Claim:
-    """An operation that is to be done: what is called with what, and what became of it.
+    """An operation that is to be done: what is called with what, and what became of it."""
 
-    Attributes:
-        began, since: when the call began, and when its destination first asked to wait; or 0.
-        result: the receipt, or what a lookup says.
-        error: why it was not done, or is unknown.
-        is_late: whether its call was not awaited, and may be at work still.
-        counts_as: called, confirmed, already done; nothing if it was not done.
-    """
+    id = 0
+    began = 0.0  # when the call began
+    since = 0.0  # when its destination first asked to wait
+    result: Any = None  # the receipt, or what a lookup says
+    error: BaseException | None = None  # why it was not done, or is unknown
+    is_late = False  # whether its call was not awaited, and may be at work still
+    counts_as = ""  # called, confirmed, already done; nothing if it was not done
 
     def __init__(self, key: str, arguments: tuple[Any, ...], digest: bytes) -> None:
         self.key, self.arguments, self.digest = key, arguments, digest
-        self.id, self.began, self.since = 0, 0.0, 0.0
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.is_late, self.counts_as = False, ""
 
 
 class Context(Generic[S]):
@@ -8659,7 +8589,7 @@ class Context(Generic[S]):
         self,
         settings: S,
         course: Course,
-        driver: Driver,
+        driver: _Driver,
         job_config: JobConfig,
         host: Host,
         cleanups: CleanupStack,
@@ -8856,9 +8786,8 @@ class Context(Generic[S]):
             if on_error not in ("raise", "reject") or type(workers) is not int or workers < 1:
                 raise broken("no such way", workers=workers, on_error=on_error)
         records = list(batch)
-        keys = [idempotency_key(record) for record in records]
-        made = zip(keys, [(record,) for record in records], strict=True)
-        pairs = list(zip(records, self._operated(list(made), how), strict=True))
+        wanted = [(idempotency_key(record), (record,)) for record in records]
+        pairs = list(zip(records, self._operated(wanted, how), strict=True))
         for record, each in pairs:
             if each.error is not None:
                 if on_error == "raise":
@@ -8937,17 +8866,13 @@ class Context(Generic[S]):
         Its `__exit__` is given an exception if the attempt does not succeed. A DB-API connection
         is rolled back and closed, never committed.
         """
-        name, kind = type(resource).__name__, type(resource)
+        kind, push = type(resource), self._cleanups.push
         is_dbapi = hasattr(resource, "rollback") and hasattr(resource, "cursor")
-        if is_dbapi or isinstance(resource, apsw.Connection):
-            self._cleanups.push(name, lambda _: close_connection(resource))
+        if is_dbapi or isinstance(resource, apsw.Connection) or not hasattr(kind, "__enter__"):
+            push(kind.__name__, lambda _: close_connection(resource))
             return resource
-        if not hasattr(kind, "__enter__"):
-            self._cleanups.push(name, lambda _: resource.close())
-            return resource
-        entered = kind.__enter__(resource)
-        leave = kind.__exit__
-        self._cleanups.push(name, lambda why: leave(resource, why and type(why), why, None))
+        entered, leave = kind.__enter__(resource), kind.__exit__
+        push(kind.__name__, lambda why: leave(resource, why and type(why), why, None))
         return entered
 
     def on_exit(self, function: Callable[..., object], *arguments: object) -> None:
@@ -9041,34 +8966,29 @@ class Context(Generic[S]):
         )
 
     def _place(self, loop: Loop, source: Any) -> None:
-        """Put a loop behind the last committed batch of its source."""
-        if self._course.run.retry_of:
+        """Put a loop behind the last committed batch of its source.
+
+        If the checkpoint stands in a loop, it is this one: loops are met in their order.
+        """
+        course = self._course
+        if course.run.retry_of:
             source = _TakenUp(source, functools.partial(self._driver.taken_up, loop.name))
         if hasattr(source, "last_success_read"):
             source.last_success_read = self._last_success_read
-        fingerprint = getattr(source, "fingerprint", None)
-        loop.fingerprint = fingerprint() if fingerprint is not None else None
-        after, ended = None, False
-        if self._course.loop == loop.name:
-            after, ended = self._course.cursor, self._course.ended
-            self._require_same_source(loop)
+        loop.fingerprint = now = getattr(source, "fingerprint", lambda: None)()
+        if course.loop and course.source != now and "source" not in self._acceptances:
+            raise SourceChanged(
+                f"The source of loop {loop.name!r} changed since commit {course.number}.",
+                why=f"Then its fingerprint was {course.source}, now it is {now}.",
+                unchanged="Nothing was done; the checkpoint stands.",
+                todo=f"Bring the old source back, or type one of:\n"
+                f"  batchrun run {course.run.job} --fresh\n"
+                f"  batchrun resume {course.run.id} --accept-source",
+            )
         loop._source = source
-        loop._reader = Reader(source, after, ended=ended, name=loop.name)
-        if self._course.loop == loop.name:
+        loop._reader = Reader(source, course.cursor, ended=course.ended, name=loop.name)
+        if course.loop:
             loop.tell_committed()
-
-    def _require_same_source(self, loop: Loop) -> None:
-        before, now = self._course.source, loop.fingerprint
-        if before == now or "source" in self._acceptances:
-            return
-        raise SourceChanged(
-            f"The source of loop {loop.name!r} changed since commit {self._course.number}.",
-            why=f"Then its fingerprint was {before}, now it is {now}.",
-            unchanged="Nothing was done; the checkpoint stands.",
-            todo=f"Bring the old source back, or type one of:\n"
-            f"  batchrun run {self._course.run.job} --fresh\n"
-            f"  batchrun resume {self._course.run.id} --accept-source",
-        )
 
     # -- between the job and the worker: the guards --------------------------------------------
 
@@ -9168,13 +9088,9 @@ class CountingCursor(apsw.Cursor):
 
 
 def open_database(url: str) -> Any:
-    """Open `sqlite:PATH` with apsw, or `postgres://...` with psycopg.
+    """Open a database as `Context.connect` says.
 
     Like elsewhere, `sqlite:///PATH` is `sqlite:PATH`, so that `sqlite:////PATH` is absolute.
-
-    Raises:
-        ConfigurationError: an unknown kind of URL, or a missing driver.
-        JobError: the database does not let us in; secrets are masked.
     """
     _remember_parts("", url)
     scheme, path = url.partition(":")[0], url_path(url)
@@ -9387,13 +9303,12 @@ class Query:
         self._names = (key,) if isinstance(key, str) else tuple(key)
         self._columns = ['s."{}"'.format(name.replace('"', '""')) for name in self._names]
         self._key_columns = ", ".join(self._columns)
-        self._take: Callable[[Any], Any] | None = None  # the key from a row, once one was met
+        self._take: Callable[[Any], Any] | None = None  # the key from a row, once one was judged
         self._connection, self._placeholder = connection, placeholder_of(connection) or "?"
         self._select, self._parameters = select.strip().rstrip(";"), tuple(parameters)
         self._lag_s, self._zone = lag, zone
         self._until: object = None  # what lag= leaves
         self._described: list[str] = []  # the columns of the newest answer that had rows
-        self._is_checked = False
 
     def key(self, row: Any) -> Any:
         """Return a row's key, also of one that is there no more and comes from a reject."""
@@ -9405,9 +9320,9 @@ class Query:
 
     def read(self, after: Any, limit: int) -> tuple[list[Any], Any]:
         """Return the next rows and the last one's key; ([], None) at the end."""
-        if not self._is_checked:
+        if self._take is None:
             self._check(after)
-        if not self._is_checked:
+        if self._take is None:
             return [], None  # no row was there
         rows = self._ask("s.*", f"ORDER BY {self._key_columns} LIMIT {limit}", behind=after)
         if not rows:
@@ -9431,7 +9346,7 @@ class Query:
     def _check(self, after: Any) -> None:
         """Learn from one row what rows are like, and refuse what would lose some."""
         for row in self._ask("s.*", "LIMIT 1"):
-            self._take, key = self._taker(row), ", ".join(self._names)
+            take, key = self._taker(row), ", ".join(self._names)
             nulls = " OR ".join(f"{column} IS NULL" for column in self._columns)
             if self._ask("1 AS one", "LIMIT 1", also=nulls):
                 raise _source_letter(
@@ -9439,7 +9354,7 @@ class Query:
                     "NULL is neither before nor behind any key: such rows would never be read.",
                     f"Add WHERE {' IS NOT NULL AND '.join(self._names)} IS NOT NULL.",
                 )
-            sample = self.key(row) if len(self._names) > 1 else (self.key(row),)
+            sample = take(row) if len(self._names) > 1 else (take(row),)
             stored = _kinds(after if isinstance(after, tuple) else (after,))
             if after is not None and stored != _kinds(sample):
                 why = f"It is {stored}; the key is {_kinds(sample)} now."
@@ -9447,7 +9362,7 @@ class Query:
             if self._lag_s is not None:
                 self._until = self._newest(sample[0], self._lag_s)
             self._refuse_ties(after)
-            self._is_checked = True
+            self._take = take
 
     def _taker(self, row: Any) -> Callable[[Any], Any]:
         """Return what takes the key from rows like this one: by name, else by place."""
@@ -9556,12 +9471,39 @@ def _kinds(key: tuple[Any, ...]) -> str:
     return ", ".join(map(str.__add__, names, zoned))
 
 
-class _RecordFile:
+class _Parsing:
+    """A source that makes records of raw ones by `parse`, if it has one, and keeps the rejects."""
+
+    def __init__(self, parse: Callable[[Any], Any] | None) -> None:
+        self.parse, self._rejects = parse, list[Reject]()
+
+    def take_rejects(self) -> list[Reject]:
+        """Return the records that parse= has refused since the last call."""
+        rejects, self._rejects = self._rejects, []
+        return rejects
+
+    def _parsed(
+        self, parse: Callable[[Any], Any], numbered: Iterable[tuple[int | None, Any]]
+    ) -> list[Any]:
+        """Return what `parse` makes of raw records and their numbers."""
+        records = []
+        for number, record in numbered:
+            try:
+                records.append(parse(record))
+            except (ValueError, KeyError) as error:
+                which = f"record {number}: " if number is not None else ""
+                reason = f"{which}{type(error).__name__}: {error}"
+                self._rejects.append(Reject(record, reason, number, raw=True))
+        return records
+
+
+class _RecordFile(_Parsing):
     """What Delimited and JsonLines share: a held file, positions in it, and what is refused."""
 
     host = Host()  # whose sleep settle= waits by
     last_success_read: int | None = None  # records that the last success read; set by the context
     _torn: tuple[type[Exception], ...] = (OSError, EOFError)  # what reading may raise
+    _position: object  # what the next read in a row passes as `after`
 
     def __init__(
         self,
@@ -9574,14 +9516,11 @@ class _RecordFile:
         min_records: int = 0,
         min_of_last: float = 0,
     ) -> None:
+        super().__init__(parse)
         self.path, self.key = Path(path), _getter(key)
-        self.parse, self._encoding = parse, _encoding(encoding, self.path)
+        self._encoding = _encoding(encoding, self.path)
         self._settle_s, self._min_records, self._min_of_last = settle, min_records, min_of_last
         self._stream: Any = None  # the uncompressed bytes
-        self._byte_offset = self._first = self._number = 0
-        self._position: object = None  # what the next read in a row passes as `after`
-        self._lines, self._trouble = list[bytes](), ""  # read ahead, and why there are no more
-        self._rejects: list[Reject] = []
 
     def __enter__(self) -> Self:
         self._open()
@@ -9606,7 +9545,7 @@ class _RecordFile:
             self._position = self  # nowhere, should this read fail
             raw, taken = self._take(limit)
             numbered = enumerate(raw, self._number + 1)
-            records = raw if self.parse is None else _parsed(numbered, self.parse, self._rejects)
+            records = raw if self.parse is None else self._parsed(self.parse, numbered)
         finally:
             self._refuse_changed()
         if not taken:
@@ -9617,11 +9556,6 @@ class _RecordFile:
         last = taken[-DIGEST_BYTES:]
         self._position = self._byte_offset, self._number, f"{len(last)}:{_digest(last)}"
         return records, self._position
-
-    def take_rejects(self) -> list[Reject]:
-        """Return the records that parse= has refused since the last call."""
-        rejects, self._rejects = self._rejects, []
-        return rejects
 
     def fingerprint(self) -> str:
         """Return size and SHA-256 of the file as stored: all of it, or beyond 64 MB both ends."""
@@ -9666,8 +9600,9 @@ class _RecordFile:
             what = f"{self.path} cannot be read: {error.strerror}."
             raise _source_letter(what, why, kind=SourceError) from error
         self._stat = os.fstat(self._file.fileno())
-        self._byte_offset, self._number, self._position = 0, 0, None
-        self._lines, self._trouble = [], ""
+        self._byte_offset = self._number = 0
+        self._position = None
+        self._lines, self._trouble = list[bytes](), ""  # read ahead, and why there are no more
         try:
             self._unpack()
             self._begin()
@@ -9779,22 +9714,6 @@ class _RecordFile:
                 "Look at the feed; if it is right, lower the limit and resume.",
                 PersonNeeded,
             )
-
-
-def _parsed(
-    numbered: Iterable[tuple[int | None, Any]],
-    parse: Callable[[Any], Any],
-    rejects: list[Reject],
-) -> list[Any]:
-    """Return what parse= makes of raw records; append those that it refuses to `rejects`."""
-    records = []
-    for number, record in numbered:
-        try:
-            records.append(parse(record))
-        except (ValueError, KeyError) as error:
-            reason = f"record {number}: {type(error).__name__}: {error}"
-            rejects.append(Reject(record, reason, number, raw=True))
-    return records
 
 
 def _version(found: os.stat_result) -> tuple[int, int]:
@@ -10000,16 +9919,15 @@ class _Iterated:
         return _digest(text.encode("utf-8", "surrogatepass"))
 
 
-class _TakenUp:
-    """The rejects that a retry has taken up, in the place of the source that they came from.
+class _TakenUp(_Parsing):
+    """The rejects that a retry has taken up; cursor = the spot of the last one.
 
-    Raw ones go through its parse= again; cursor = the spot of the last one. The source itself is
-    not read, and what it demands of a whole reading is not asked for.
+    The source that they came from is not read, and demands nothing of a whole reading.
     """
 
     def __init__(self, source: Any, fetch: Callable[[Any, int], list[RejectRow]]) -> None:
-        self.key, self._parse = source.key, getattr(source, "parse", None)
-        self._fetch, self._rejects = fetch, list[Reject]()
+        super().__init__(getattr(source, "parse", None))
+        self.key, self._fetch = source.key, fetch
 
     def total(self) -> int:
         return len(self._fetch(None, -1))
@@ -10018,15 +9936,11 @@ class _TakenUp:
         rows, records = self._fetch(after, limit), list[Any]()
         for row in rows:
             value = decode_cursor(cast("str", row.value))
-            if row.raw and self._parse is not None:
-                records += _parsed([(row.record_number, value)], self._parse, self._rejects)
+            if row.raw and self.parse is not None:
+                records += self._parsed(self.parse, [(row.record_number, value)])
             else:
                 records.append(value)
         return records, rows[-1].spot if rows else None
-
-    def take_rejects(self) -> list[Reject]:
-        rejects, self._rejects = self._rejects, []
-        return rejects
 
 
 class Remembered:
@@ -10037,7 +9951,7 @@ class Remembered:
 
     def __init__(self, batches: Sequence[BatchRow], store: ImageStore) -> None:
         self._batches = [batch for batch in batches if batch.images]
-        self._store, self._open, self._lines = store, "", list[bytes]()
+        self._lines_of = functools.lru_cache(maxsize=1)(store.lines)  # of one image at a time
 
     def key(self, _record: Any) -> None:
         """Return nothing: what a row is, only the job knows."""
@@ -10048,19 +9962,15 @@ class Remembered:
 
     def read(self, after: tuple[int, int] | None, limit: int) -> tuple[list[Any], Any]:
         """Return rows of one image, which is checked whole when it is opened."""
+        newest, there = after or (sys.maxsize, 0)
         for batch in self._batches:
-            left = batch.remembered
-            if after is not None and batch.number >= after[0]:
-                left = after[1] if batch.number == after[0] else 0
-            if left:
-                if self._open != batch.images:
-                    self._open = batch.images or ""
-                    self._lines = self._store.lines(self._open)
-                line = (left - 1) // ROWS_A_LINE
-                first = max(left - limit, line * ROWS_A_LINE)
-                rows = decode_cursor(self._lines[line].decode("utf-8", "surrogatepass"))
-                start = line * ROWS_A_LINE
-                return rows[first - start : left - start][::-1], (batch.number, first)
+            left = there if batch.number == newest else batch.remembered
+            if left and batch.number <= newest:
+                line, last = divmod(left - 1, ROWS_A_LINE)
+                first = max(0, last + 1 - limit)
+                text = self._lines_of(batch.images)[line].decode("utf-8", "surrogatepass")
+                rows = decode_cursor(text)[first : last + 1]
+                return rows[::-1], (batch.number, left - len(rows))
         return [], None
 
 
@@ -10118,8 +10028,6 @@ class Reader:
 
         Rejects may come without a record.
         """
-        if limit < 1:
-            raise ConfigurationError(f"A batch of {limit} records cannot be read.")
         start, records, rejects = self._cursor, list[Any](), list[Reject]()
         while (room := limit - len(records) - len(rejects)) > 0 and not self._ended:
             portion, self._waiting = self._waiting or self._read(room), None
@@ -10447,7 +10355,7 @@ class Operations:
         host: Host,
         options: JobConfig,
         not_done: Callable[[BaseException], object] | None,
-        driver: Driver,
+        driver: _Driver,
     ) -> None:
         self._ledger, self._run, self._generation = ledger, run, generation
         self.host, self.options, self._not_done, self.driver = host, options, not_done, driver

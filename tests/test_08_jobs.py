@@ -972,14 +972,16 @@ def test_a_finished_loop_is_never_rolled_forward(shop: Shop) -> None:
 
 
 NEWER = "UPDATE batchrun_mark SET generation = generation + 1"
+AHEAD = "UPDATE batchrun_mark SET number = 3"  # as a copy of the state directory does
 
 
-def test_a_worker_whose_mark_was_claimed_changes_nothing_and_stops(stock: Stock) -> None:
+@pytest.mark.parametrize("taken", [NEWER, AHEAD], ids=["claimed", "moved on"])
+def test_a_worker_whose_mark_was_taken_changes_nothing_and_stops(stock: Stock, taken: str) -> None:
     stock.write(WRITE, before='done("open")\n')
     opening = (
         "psycopg.connect({dsn!r}, autocommit=True)" if stock.dsn else "sqlite3.connect('t.db')"
     )
-    claim = f"if batch.number == 2:\n    other = {opening}\n    other.execute({NEWER!r})\n"
+    claim = f"if batch.number == 2:\n    other = {opening}\n    other.execute({taken!r})\n"
     claim = claim.replace("{dsn!r}", repr(stock.dsn)) + "    stock is other or other.commit()\n"
     swallowed = "try:\n" + indent(WRITE.strip().removesuffix("yield batch"), TAB)
     stock.write(claim + swallowed + "except Exception:\n    pass\nyield batch")
@@ -1447,6 +1449,32 @@ def test_an_error_of_our_own_does_not_swallow_an_interrupt() -> None:
 
     with pytest.raises(batchrun.Interrupted):
         work()
+
+
+@pytest.fixture
+def alarmed() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGALRM)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("alarmed")
+def test_behind_a_call_that_has_a_time_limit_no_alarm_is_left() -> None:
+    alarm = batchrun.Alarm(60)
+    assert alarm.call(lambda x: (x, signal.getitimer(signal.ITIMER_REAL)[0] > 0), 1) == (1, True)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    with pytest.raises(TimeoutError, match=r"^did not end within 0\.01 s$"):
+        batchrun.Alarm(0.01).call(signal.pause)
+
+
+@pytest.mark.usefixtures("alarmed")
+def test_the_time_for_all_releases_has_room_for_one_that_a_release_adds() -> None:
+    stack = batchrun.CleanupStack(batchrun.Host(), 20)
+    stack.push("first", lambda _: None)
+    stack.push("second", lambda _: stack.push("added", lambda _: None))
+    assert stack.limit_s == 60
+    stack.unwind()
+    assert [release["name"] for release in stack.releases] == ["second", "added", "first"]
 
 
 # --- databases, secrets, the log ----------------------------------------------------------------

@@ -32,6 +32,7 @@ from batchrun import (
     PersonNeeded,
     Query,
     Reader,
+    Reject,
     SourceError,
     as_source,
 )
@@ -856,6 +857,15 @@ def test_an_answer_that_does_not_fit_waits_for_the_next_batch() -> None:
     ]
 
 
+def test_an_answer_of_rejects_alone_is_a_batch_of_a_source_that_waits_to_be_told() -> None:
+    source: Any = in_answers([[], [], [3]])
+    source.committed = lambda _cursor: None
+    source.take_rejects = iter([[], [Reject("x", "bad")], []]).__next__
+    reader = Reader(source, None)
+    portions = [reader.read_batch(5) for _ in range(2)]
+    assert [(p.records, p.cursor, len(p.rejects)) for p in portions] == [([], 2, 1), ([3], 2, 0)]
+
+
 def test_a_reader_that_had_ended_reads_nothing() -> None:
     assert Reader(in_answers([[1]]), 3, ended=True).read_batch(5)[:3] == ([], 3, True)
 
@@ -1003,12 +1013,6 @@ def test_a_file_that_is_missing_or_closed_to_us_is_named_with_the_working_folder
             Delimited(path).read(None, 1)
     finally:
         os.seteuid(user)
-
-
-def test_no_source_can_be_read_in_batches_of_nothing() -> None:
-    for limit in (0, -1):
-        with pytest.raises(ConfigurationError, match=f"A batch of {limit} records cannot be read"):
-            Reader(as_source([1]), None).read_batch(limit)
 
 
 def test_a_long_circle_is_stopped_after_at_most_three_turns() -> None:

@@ -258,6 +258,7 @@ def test_what_parse_refused_is_kept_raw_with_its_number_and_goes_through_parse_a
     bad(shop)
     shop.project.write_file("feed.csv", "sku,qty\na,1\nb,\nc,3\nd,\n")
     assert shop.run().code == 10
+    assert shop.rows("SELECT read, rejected FROM run ORDER BY key DESC LIMIT 1") == [(4, 2)]
     [b, d] = rejects(shop, "sync")
     assert (b["record"], b["record_number"], b["raw"]) == ("{'sku': 'b', 'qty': ''}", 2, True)
     assert b["reason"].startswith("record 2: ValueError: invalid literal")
@@ -337,6 +338,22 @@ def test_a_retry_of_a_query_takes_the_keys_of_rows_that_are_there_no_more(
     assert retry(shop, newest(shop)).code == 0
     assert shop.done()[-1:] == ["s03"]
     assert [state for _, _, state in states(shop, "sync")] == ["retried", "retried"]
+
+
+def test_a_raw_record_of_no_known_number_is_refused_again_without_one() -> None:
+    class Source:
+        def key(self, record: Any) -> Any:  # noqa: ANN401 - a record
+            return record
+
+        def parse(self, record: Any) -> int:  # noqa: ANN401
+            return int(record)
+
+    blank = batchrun.RejectRow(*[None] * len(batchrun.RejectRow._fields))  # type: ignore[arg-type]
+    row = blank._replace(value='"x"', raw=1, spot=(1, 1, 1))
+    taken_up = batchrun._TakenUp(Source(), lambda _after, _limit: [row])
+    assert taken_up.read(None, 5) == ([], (1, 1, 1))
+    why = "ValueError: invalid literal for int() with base 10: 'x'"
+    assert taken_up.take_rejects() == [Reject("x", why, None, raw=True)]
 
 
 def test_a_retry_that_fails_is_tried_again_by_its_supervisor(rejected: Shop) -> None:

@@ -14,12 +14,14 @@ from conftest import Ended, Project
 from test_08_jobs import PRELUDE, Shop
 
 from batchrun import (
+    BatchRow,
     BrokenImage,
     CursorError,
     ImageInMaking,
     ImageStore,
     JobError,
     NewerFormat,
+    Remembered,
     decode_cursor,
     encode_cursor,
 )
@@ -306,6 +308,26 @@ def test_a_run_killed_again_and_again_is_undone_by_a_rollback_killed_as_often(
     assert shop.table() == before
     assert len(shop.rows("SELECT 1 FROM run")) == 2
     assert shop.call("check").code == 0
+
+
+@pytest.mark.parametrize("limit", [1, 7, 99, 100, 101, 1_000])
+def test_rows_are_read_in_answers_of_no_more_than_is_asked_for(tmp_path: Path, limit: int) -> None:
+    (tmp_path / "images").mkdir()
+    store = ImageStore(tmp_path / "images" / "sync" / "r1")
+    blank = BatchRow(*[None] * len(BatchRow._fields))  # type: ignore[arg-type]
+    batches = [blank._replace(number=3, remembered=0)]
+    for number, kept in ((2, range(250, 253)), (1, range(250))):
+        images = store.write(number, 1, *image_of(*kept))
+        batches.append(blank._replace(number=number, remembered=len(kept), images=images))
+    source, read = Remembered(batches, store), list[int]()
+    rows, after = source.read(None, limit)
+    while rows and len(read) < 253:
+        assert len(rows) <= limit
+        read += rows
+        rows, after = source.read(after, limit)
+    assert (read, rows) == ([*range(252, -1, -1)], [])
+    assert source.total() == len(read)
+    assert Remembered(batches, store).read((1, 150), 3) == ([149, 148, 147], (1, 147))
 
 
 def test_rows_come_newest_batch_first_and_last_row_first(shop: Table) -> None:
