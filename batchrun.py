@@ -6439,17 +6439,19 @@ class StateDirectory:
 # frozen server's kernel does: http:, redis: and databases are asked for an answer and do not have
 # that blind spot.
 #
-# A leak is a gauge that rose over the last 12 safe points or more of an attempt: nearly every pair
-# of points in order (noise and saw teeth are not), as fast at the end as before (warming up is
-# not), above what it was ever before, and by an amount that matters. Its slope is the median of all
-# slopes between two points (Theil and Sen). A saw tooth longer than those points looks like a leak
-# the first time, and never again.
+# A leak is a gauge that rose over the last 12, 24 or 48 safe points of an attempt: by more than
+# chance gives to one that goes up and down as it does (noise, saw teeth and one step are not), as
+# fast at the end as before (warming up is not), above what it was ever before, and by an amount
+# that matters. Where each change is up or down by chance, their sum is over x times the root of
+# their squares with a chance below e^(-x*x/2) (Hoeffding): of 100 random walks of 150 batches, all
+# looked at after each, one to four are called a leak. A saw tooth longer than those points looks
+# like a leak the first time, and never again.
 
 KILL_SHARE = 4  # below a quarter of min_available the kernel's killer is near
 PROBE_START_S = 10.0  # what a busy machine may take to start the probes' process
-LEAK_POINTS = (12, 24, 48)
+LEAK_POINTS = (48, 24, 12)
 LEAK_WARM_UP = 3
-LEAK_ORDER = 0.9  # of all pairs, less the pairs against the order; 1: rises at every step
+LEAK_CHANCE = 10  # x*x; twelve points that rise evenly have 11
 LEAK_LEAST = {"rss_bytes": 16_000_000}  # over all points; 4 of any other gauge
 
 
@@ -6682,33 +6684,23 @@ def growth(gauge: str, points: Sequence[tuple[int, int]]) -> Growth | None:
 
     `points` are an attempt's safe points, oldest first: the commit's number and what was used.
     """
-    from statistics import median  # only where leaks are looked for
-
     points = points[LEAK_WARM_UP:]
-    for count in reversed(LEAK_POINTS):
-        before, newest = [used for _, used in points[:-count]], points[-count:]
+    for count in LEAK_POINTS:
+        before, newest = points[:-count], points[-count:]
         values = [used for _, used in newest]
-        if len(newest) == count and _rises(values) and values[-1] > max(before, default=-1):
-            pairs = ((newest[i], newest[j]) for j in range(count) for i in range(j))
-            slope = median([(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs])
-            batches = newest[-1][0] - newest[0][0] + 1
-            if slope * batches >= LEAK_LEAST.get(gauge, 4):
-                return Growth(gauge, slope, batches)
+        highest = max((used for _, used in before), default=-1)
+        if len(values) == count and values[-1] > highest and _rises(values):
+            rose, batches = values[-1] - values[0], newest[-1][0] - newest[0][0]
+            if rose >= LEAK_LEAST.get(gauge, 4):
+                return Growth(gauge, rose / batches, batches + 1)
     return None
 
 
-def _rises(points: Sequence[int]) -> bool:
-    """Tell whether points rise: nearly all pairs in order, and as fast at the end as before."""
-    from statistics import median
-
-    count = len(points)
-    pairs = [(points[i], points[j]) for j in range(count) for i in range(j)]
-    up, down = sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)
-    if up - down < LEAK_ORDER * (up + down) or 3 * up < 2 * len(pairs):
-        return False
-    third = count // 3
-    first, middle, last = (median(points[n * third : (n + 1) * third]) for n in range(3))
-    return last - middle >= (middle - first) / 2
+def _rises(values: Sequence[int]) -> bool:
+    """Tell whether values rise by more than chance, and as fast at the end as before."""
+    rose, half = values[-1] - values[0], values[len(values) // 2] - values[0]
+    squares = sum((after - before) ** 2 for before, after in pairwise(values))
+    return rose > 0 and rose * rose >= LEAK_CHANCE * squares and 3 * half <= 2 * rose
 
 
 # -- probes: the process that asks ---------------------------------------------------------------

@@ -324,12 +324,26 @@ def test_noise_saw_teeth_steps_and_warming_up_are_no_leak(seed: int) -> None:
             300 + 400 * (n > draw.randint(20, 90)) + draw.gauss(0, 2) for n in range(count)
         ],
         "warming up": [300 + 500 * (1 - 0.7**n) + draw.gauss(0, 1) for n in range(count)],
+        "warming up slowly": [300 + 500 * (1 - 0.9**n) for n in range(count)],
     }
     for shape, values in shapes.items():
         first = 45 if "known" in shape else 12
         for upto in range(first, count):
             found = growth("rss_bytes", [int(each * MB) for each in values[:upto]])
             assert found is None, f"{shape} at {upto}: {found}"
+
+
+def test_of_a_hundred_random_walks_of_memory_few_are_called_a_leak() -> None:
+    called = 0
+    for seed in range(100):
+        draw = random.Random(seed)  # noqa: S311 - repeatable
+        values = [
+            *itertools.accumulate(
+                (int(draw.gauss(0, 10 * MB)) for _ in range(150)), initial=2000 * MB
+            )
+        ]
+        called += any(growth("rss_bytes", values[:upto]) for upto in range(15, 151))
+    assert called <= 4
 
 
 # --- probes ---------------------------------------------------------------------------------------
