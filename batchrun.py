@@ -6476,7 +6476,6 @@ class Answer(NamedTuple):
     why: str
     elapsed_s: float = 0.0
     peers: Sequence[Peer] = ()  # the other ends that connections to it may have
-    connections: int | None = None  # how many of them the worker has, if they can be counted
 
 
 class Verdict(NamedTuple):
@@ -6513,36 +6512,15 @@ def memory_factor(
     return Factor("memory", Wellness.BAD if low else Wellness.OK, why, low and always)
 
 
-def connections_factor(
-    answers: Iterable[tuple[Need, Answer]], health: HealthConfig, growth: str = ""
+def needs_factor(
+    name: str,
+    answers: Iterable[tuple[Need, Answer]],
+    health: HealthConfig,
+    usage: Usage | None = None,
 ) -> Factor:
-    """Judge the databases: whether each lets in, and how many connections the worker has.
-
-    `growth` says by how much they grow over the safe points, if they do.
-    """
-    judged = [(need, _counted(need, answer)) for need, answer in answers]
-    if growth:
-        judged.append((OWN, Answer("", Wellness.BAD, growth)))
-    return _of_needs("connections", judged, health)
-
-
-def _counted(need: Need, answer: Answer) -> Answer:
-    """Return an answer in which the number of connections is judged too."""
-    count = answer.connections
-    if answer.state != Wellness.OK or not need.normal or count is None:
-        return answer
-    why = f"{count} connection{'s' * (count != 1)}, {need.normal} are normal"
-    state = Wellness.BAD if count > need.normal else Wellness.OK
-    return answer._replace(state=state, why=why)
-
-
-def dependencies_factor(answers: Iterable[tuple[Need, Answer]], health: HealthConfig) -> Factor:
-    """Judge what the job depends on, the state folder's disk and the ledger included."""
-    return _of_needs("dependencies", list(answers), health)
-
-
-def _of_needs(name: str, judged: list[tuple[Need, Answer]], health: HealthConfig) -> Factor:
-    """Return a factor that is as well as the worst of what belongs to it."""
+    """Judge what belongs to a factor: it is as well as the worst of that."""
+    mine = [pair for pair in answers if pair[0].factor == name]
+    judged = [(need, with_count(need, answer, usage)) for need, answer in mine]
     for state in (Wellness.BAD, Wellness.UNKNOWN):
         found = [(need, answer) for need, answer in judged if answer.state == state]
         if found:
@@ -6550,6 +6528,16 @@ def _of_needs(name: str, judged: list[tuple[Need, Answer]], health: HealthConfig
             critical = name in health.critical or any(need.critical for need, _ in found)
             return Factor(name, state, why, critical and state == Wellness.BAD)
     return Factor(name, Wellness.OK, "all answer" if judged else "none is declared")
+
+
+def with_count(need: Need, answer: Answer, usage: Usage | None) -> Answer:
+    """Return an answer in which the number of connections that the worker has is judged too."""
+    count = usage.connections.get(need.name) if usage else None
+    if answer.state != Wellness.OK or not need.normal or count is None:
+        return answer
+    why = f"{count} connection{'s' * (count != 1)}, {need.normal} are normal"
+    state = Wellness.BAD if count > need.normal else Wellness.OK
+    return answer._replace(state=state, why=why)
 
 
 def asked(need: Need) -> str:
@@ -6566,9 +6554,9 @@ def size_text(size_bytes: float) -> str:
 
 
 SIZE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
-OWN = Need("", "", "", 0, critical=False, jobs=())  # what batchrun itself looks at
-DISK = OWN._replace(name="the state folder's disk", critical=True)
-LEDGER = OWN._replace(name="the ledger", critical=True)
+DISK = Need("dependencies", "the state folder's disk", "", 0, critical=True, jobs=())
+LEDGER = DISK._replace(name="the ledger")
+GROWTH = Need("connections", "", "", 0, critical=False, jobs=())
 
 
 def disk_answer(free_bytes: int, min_free_bytes: int) -> Answer:
@@ -6598,14 +6586,6 @@ def verdict_of(factors: Iterable[Factor]) -> Verdict:
     return WELL
 
 
-class Judgement(NamedTuple):
-    """What follows from a check."""
-
-    verdict: Verdict
-    told: str  # a line for people; empty if nothing changed
-    next_s: float  # when to check again, on the clock that was given
-
-
 class HealthMonitor:
     """Makes of one check after another a verdict that does not flap."""
 
@@ -6616,8 +6596,8 @@ class HealthMonitor:
         self._since_well = 0
         self.verdict = WELL  # the newest
 
-    def judge(self, factors: Sequence[Factor], now_s: float) -> Judgement:
-        """Take one check's factors up; the clock is any that nobody sets."""
+    def judge(self, factors: Sequence[Factor]) -> str:
+        """Take one check's factors up; return a line for people, empty if nothing changed."""
         before, paused = set(self._bad), self.verdict.pause
         for factor in factors:
             self._take(factor)
@@ -6625,26 +6605,23 @@ class HealthMonitor:
         well_now = not any(factor.state == Wellness.BAD for factor in factors)
         self._since_well = 0 if well_now else self._since_well + 1
         changed = set(self._bad) != before or self.verdict.pause != paused
-        told = self._told(before, factors) if changed else ""
-        return Judgement(self.verdict, told, now_s + self._wait_s())
+        return self._told(before, factors) if changed else ""
 
     def _take(self, factor: Factor) -> None:
         """Let one factor become bad or good, if it was so often enough in a row."""
-        name, is_bad = factor.name, factor.state == Wellness.BAD
-        was_bad = name in self._bad
-        at_once = was_bad or factor.critical or factor.wanted
-        if is_bad and (at_once or self._next(name) >= self._health.bad_in_a_row):
-            self._bad[name], self._in_a_row[name] = factor, 0
-        elif was_bad and factor.state == Wellness.OK:
-            if self._next(name) >= self._health.good_in_a_row:
-                del self._bad[name]
-                self._in_a_row[name] = 0
-        elif not is_bad:
-            self._in_a_row[name] = 0
-
-    def _next(self, name: str) -> int:
-        self._in_a_row[name] += 1
-        return self._in_a_row[name]
+        name, is_bad, was_bad = factor.name, factor.state == Wellness.BAD, factor.name in self._bad
+        speaks_against = factor.state == Wellness.OK if was_bad else is_bad
+        self._in_a_row[name] = self._in_a_row[name] + 1 if speaks_against else 0
+        most = self._health.good_in_a_row if was_bad else self._health.bad_in_a_row
+        if was_bad and self._in_a_row[name] >= most:
+            del self._bad[name]
+        elif is_bad and (
+            was_bad or factor.critical or factor.wanted or self._in_a_row[name] >= most
+        ):
+            self._bad[name] = factor
+        else:
+            return
+        self._in_a_row[name] = 0
 
     def _told(self, before: set[str], factors: Sequence[Factor]) -> str:
         """Return the line for a change: what is bad now, or what is well again."""
@@ -6653,7 +6630,7 @@ class HealthMonitor:
         again = f"; well again: {said}" if well else ""
         return f"health: {self.verdict}: {self.verdict.why}{again}"
 
-    def _wait_s(self) -> float:
+    def wait_s(self) -> float:
         """Return how long to wait: seconds after a first bad check, then longer and longer."""
         health = self._health
         wait_s = health.check_interval_s
@@ -6717,6 +6694,11 @@ class Question(NamedTuple):
     headers: dict[str, str]
     body: str
 
+    @property
+    def silence(self) -> str:
+        """What is said if no answer comes."""
+        return f"gives no answer within {self.timeout_s:g} s"
+
 
 class Unwell(Exception):
     """An answer came back, and it was not the right one; says which."""
@@ -6728,43 +6710,39 @@ class NotAsked(Exception):
 
 def probe_main() -> None:
     """Answer the questions in the file handed over, a line of JSON each; end the whole group."""
-    import queue
     import threading
 
-    host, answers = Host(), queue.SimpleQueue[Answer]()
+    host, pen = Host(), threading.Lock()
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     signal.pthread_sigmask(signal.SIG_SETMASK, set())  # a supervisor blocks its stops
     host.ask_for_signal_at_parents_death()
+
+    def tell(answer: Answer) -> None:
+        with pen:
+            write_line(1, json.dumps(answer))
+
+    def ask(question: Question) -> None:
+        tell(answer_to(question, host))
+
     try:
         with os.fdopen(int(sys.argv[1])) as file:
             questions = [Question(*row) for row in json.load(file)]
         began = host.monotonic()
-        for question in questions:
-            work = functools.partial(_answer_into, answers.put, question, host)
-            threading.Thread(target=work, daemon=True).start()
-        waiting = {question.name: question for question in questions}
-        while waiting:
-            late_s = began + min(question.timeout_s for question in waiting.values())
-            with contextlib.suppress(queue.Empty):
-                answer = answers.get(timeout=max(late_s - host.monotonic(), 0))
-                if waiting.pop(answer.name, None):
-                    write_line(1, json.dumps(answer))
-            passed_s = host.monotonic() - began
-            for each in [each for each in waiting.values() if each.timeout_s <= passed_s]:
-                write_line(1, json.dumps(no_answer(waiting.pop(each.name), passed_s)))
+        questions.sort(key=attrgetter("timeout_s"))
+        asking = [threading.Thread(target=ask, args=(q,), daemon=True) for q in questions]
+        for thread in asking:
+            thread.start()
+        for question, thread in zip(questions, asking, strict=True):
+            thread.join(max(began + question.timeout_s - host.monotonic(), 0))
+            if thread.is_alive():
+                passed_s = host.monotonic() - began
+                tell(Answer(question.name, Wellness.BAD, question.silence, passed_s))
     finally:
         os.killpg(0, signal.SIGKILL)  # commands that hang, and this process
 
 
-def no_answer(question: Question, elapsed_s: float) -> Answer:
-    """Return the answer of a probe that gave none."""
-    return Answer(
-        question.name, Wellness.BAD, f"gives no answer within {question.timeout_s:g} s", elapsed_s
-    )
-
-
-def _answer_into(put: Callable[[Answer], object], question: Question, host: Host) -> None:
-    """Ask one question and put the answer where it is waited for, whatever happens."""
+def answer_to(question: Question, host: Host) -> Answer:
+    """Ask one question and return the answer, whatever happens."""
     began, peers = host.monotonic(), list[Peer]()
     for secret in question.headers.values():
         remember_secret(secret)
@@ -6774,13 +6752,13 @@ def _answer_into(put: Callable[[Answer], object], question: Question, host: Host
     try:
         state, why = Wellness.OK, ask(question, peers)
     except TimeoutError:
-        state, why = no_answer(question, 0)[1:3]
+        state, why = Wellness.BAD, question.silence
     except (NotAsked, ImportError) as error:
         state, why = Wellness.UNKNOWN, f"cannot be asked: {error}"
     except BaseException as error:  # noqa: BLE001 - a driver may raise anything
         state, why = Wellness.BAD, _said_why(error)
     why = mask_secrets(" ".join(why.split()))[:300]
-    put(Answer(question.name, state, why, host.monotonic() - began, [*dict.fromkeys(peers)]))
+    return Answer(question.name, state, why, host.monotonic() - began, [*dict.fromkeys(peers)])
 
 
 def _said_why(error: BaseException) -> str:
@@ -7014,10 +6992,11 @@ class Inquiry:
     def _take(self, piece: bytes) -> None:
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
-            name, state, why, elapsed_s, peers, _ = json.loads(line)
+            name, state, why, elapsed_s, peers = json.loads(line)
             found = tuple(Peer(*peer) for peer in peers)
-            self.answers[name] = Answer(name, Wellness(state), mask_secrets(why), elapsed_s, found)
-            self._waiting.pop(name, None)
+            if self._waiting.pop(name, None):  # the first word counts
+                why, state = mask_secrets(why), Wellness(state)
+                self.answers[name] = Answer(name, state, why, elapsed_s, found)
 
     def _give_up(self, why: str) -> None:
         for name in self._waiting:
@@ -7045,12 +7024,6 @@ class Inquiry:
         finally:
             self.end()
         return self.answers
-
-
-def with_connections(answers: Mapping[str, Answer], usage: Usage | None) -> dict[str, Answer]:
-    """Return answers with the number of connections that a worker has to each."""
-    counts = usage.connections if usage else {}
-    return {name: each._replace(connections=counts.get(name)) for name, each in answers.items()}
 
 
 # -- on time -------------------------------------------------------------------------------------
@@ -7097,11 +7070,8 @@ class HealthWatch:
         now_s = self._host.monotonic()
         if now_s >= self._sample_s:
             self._sample_s = now_s + self._health.sample_interval_s
-            memory, usage = self._host.memory(worker), self._used(worker)
-            pressure = self._host.memory_pressure()
-            self._keep(
-                lambda: self._ledger.record_reading(run, generation, memory, usage, pressure)
-            )
+            seen = self._host.memory(worker), self._used(worker), self._host.memory_pressure()
+            self._keep(self._ledger.record_reading, run, generation, *seen)
         if self._inquiry is None and now_s >= self.due_s:
             self._began_s = now_s
             self._inquiry = Inquiry(self._needs, self._config.folder, self._host)
@@ -7132,42 +7102,30 @@ class HealthWatch:
             for need in self._needs
             if need.normal
         }
-        memory, usage = self._host.memory(worker), self._used(worker)
-        grown = self._grown(run, generation) if worker else None
-        factors = self._factors(memory, usage, with_connections(answers, usage), grown)
-        if worker is None:
-            factors = [each._replace(wanted=each.name != "memory") for each in factors]
-        now_s = self._host.monotonic()
-        judged = self._monitor.judge(factors, now_s)
-        self.due_s = judged.next_s
+        factors = self._factors(worker, answers, self._grown(run, generation) if worker else None)
+        told, now_s = self._monitor.judge(factors), self._host.monotonic()
+        self.due_s = now_s + self._monitor.wait_s()
         found = {factor.name: str(factor) for factor in factors}
-        verdict, why = str(judged.verdict), judged.verdict.why
-        self._keep(
-            lambda: self._ledger.record_health_check(
-                run, generation, found, verdict, why, now_s - self._began_s
-            )
-        )
-        if judged.told:
-            self._tell(run, SAID, judged.told)
+        judged = found, str(self.verdict), self.verdict.why, now_s - self._began_s
+        self._keep(self._ledger.record_health_check, run, generation, *judged)
+        if told:
+            self._tell(run, SAID, told)
 
     def _factors(
-        self,
-        memory: Memory | None,
-        usage: Usage | None,
-        answers: Mapping[str, Answer],
-        grown: Growth | None,
+        self, worker: int | None, answers: Mapping[str, Answer], grown: Growth | None
     ) -> list[Factor]:
-        free_bytes = self._host.free_bytes(self._config.state)
-        own = [(DISK, disk_answer(free_bytes, self._config.min_free_bytes))]
-        own.append((LEDGER, self._of_ledger))
+        config, health, usage = self._config, self._health, self._used(worker)
         pairs = [(need, answers[need.name]) for need in self._needs]
-        databases = [pair for pair in pairs if pair[0].factor == "connections"]
-        others = [pair for pair in pairs if pair[0].factor == "dependencies"]
-        return [
-            memory_factor(memory, usage, self._health, self._job.max_rss_bytes),
-            connections_factor(databases, self._health, str(grown or "")),
-            dependencies_factor(others + own, self._health),
+        disk = disk_answer(self._host.free_bytes(config.state), config.min_free_bytes)
+        pairs += [(DISK, disk), (LEDGER, self._of_ledger)]
+        if grown:
+            pairs.append((GROWTH, Answer("", Wellness.BAD, str(grown))))
+        of_needs = [
+            needs_factor(name, pairs, health, usage)._replace(wanted=worker is None)
+            for name in ("connections", "dependencies")
         ]
+        left, most_bytes = self._host.memory(worker), self._job.max_rss_bytes
+        return [memory_factor(left, usage, health, most_bytes), *of_needs]
 
     def _grown(self, run: Run, generation: int) -> Growth | None:
         """Name what leaks, once a gauge and attempt; return the growth of connections, if any."""
@@ -7180,13 +7138,13 @@ class HealthWatch:
         return found.get("connections")
 
     def _tell(self, run: Run, what: str, line: str) -> None:
-        self._keep(lambda: self._ledger.note("health", what, line, run=run))
+        self._keep(functools.partial(self._ledger.note, "health", what, line, run=run))
 
-    def _keep(self, record: Callable[[], object]) -> None:
+    def _keep(self, record: Callable[..., object], *what: object) -> None:
         """Record something; a ledger that cannot be written is a finding of the next check."""
         self._of_ledger = Answer(LEDGER.name, Wellness.OK, "")
         try:
-            record()
+            record(*what)
         except OutcomeUnknown:
             raise
         except (StateDirectoryError, Busy) as error:
@@ -7204,40 +7162,56 @@ class Examined(NamedTuple):
     state: Wellness
     answer: str
     means: str
-    elapsed_s: float
-    todo: str = ""  # what to type if it is not well
+    elapsed_s: float = 0.0
+    todo: str = ""  # what to type, or to do, if it is not well
 
 
-def examine(state: StateDirectory, config: Config, job: str | None, host: Host) -> list[Examined]:
-    """Run every probe and gauge once: what a job needs, or what any does. Changes nothing."""
-    health, needs, rows = config.health, config.health.needs_of(job), list[Examined]()
-    clock = host.monotonic
-
-    def add(name: str, what: str, means: str, began: float, factor: Factor, todo: str = "") -> None:
-        elapsed_s = round(clock() - began, 6)  # the arguments are made in their order
-        rows.append(Examined(name, what, factor.state, factor.why, means, elapsed_s, todo))
-
-    least = f"below {size_text(health.min_available_bytes)} (min_available)"
+def examine_host(state: StateDirectory, config: Config, host: Host) -> Iterator[Examined]:
+    """Look at memory, the state directory and the ledger; changes nothing."""
+    memory = memory_factor(host.memory(), None, config.health)
+    least = f"below {size_text(config.health.min_available_bytes)} (min_available)"
     means = f"{least} memory is bad, below a quarter of it critical"
-    add("memory", "memory", means, clock(), memory_factor(host.memory(), None, health))
+    todo = "ps -eo pid,rss,args --sort=-rss | head" * (memory.state != Wellness.OK)
+    yield Examined("memory", "memory", memory.state, memory.why, means, todo=todo)
+    per_cent = host.memory_pressure()
+    found = "not told by this kernel" if per_cent is None else f"{per_cent:g} % in the last 10 s"
     means = "how much somebody waits for memory; it is recorded and not judged"
-    add("pressure", "memory pressure", means, clock(), _pressure(host.memory_pressure()))
+    yield Examined("pressure", "memory pressure", Wellness.OK, found, means)
+    fit, found, todo = Wellness.OK, "is not there yet; a first run makes it", ""
+    try:
+        state.require_fit(create=False, starts=True)
+        state.open_ledger(create=False, write=False).close()
+        found = state.warning() or "can be used"
+    except NotFound:
+        pass
+    except BatchrunError as error:
+        fit, found, todo = Wellness.BAD, error.what, error.todo.removeprefix("Type: ")
     means = "without it no run starts, and one that runs is paused at once"
-    add("state", f"state {state.path}", means, clock(), *_fitness(state))
-    answers, usage = Inquiry(needs, config.folder, host).wait(), None
-    ends = {need.name: answers[need.name].peers for need in needs if need.normal}
+    yield Examined("state", f"state {state.path}", fit, found, means, todo=todo)
+
+
+def examine_needs(
+    state: StateDirectory, config: Config, job: str | None, host: Host
+) -> Iterator[Examined]:
+    """Ask once for what a job needs, or any does, and how its worker stands; changes nothing."""
+    needs, usage = config.health.needs_of(job), None
+    answers = Inquiry(needs, config.folder, host).wait()
     if job and (worker := _living_worker(state, job, host)):
-        began, usage = clock(), host.usage(worker, ends)
-        factor = Factor("worker", Wellness.OK, usage_text(usage) if usage else "is gone")
+        ends = {need.name: answers[need.name].peers for need in needs if need.normal}
+        began, usage = host.monotonic(), host.usage(worker, ends)
+        said, took_s = usage_text(usage) if usage else "is gone", host.monotonic() - began
         means = "growth from safe point to safe point is a leak"
-        add("worker", f"worker {worker}", means, began, factor)
-    answers = with_connections(answers, usage)
+        yield Examined("worker", f"worker {worker}", Wellness.OK, said, means, round(took_s, 6))
     for need in needs:
-        _, found, why, elapsed_s, *_ = _counted(need, answers[need.name])
-        means, took_s = _consequence(need, found, health), round(elapsed_s, 6)
-        rows.append(Examined(need.name, asked(need), found, why, means, took_s))
-    jobs = [each for name, each in config.jobs.items() if job in (None, name)]
-    return rows + [row for each in jobs for row in slow_batches(state, each)]
+        answer = with_count(need, answers[need.name], usage)
+        yield examined(need, answer, _consequence(need, answer.state, config.health), config)
+
+
+def examined(need: Need, answer: Answer, means: str, config: Config) -> Examined:
+    """Return what came back from asking for a need, and what it means."""
+    about, elapsed_s = asked(need), round(answer.elapsed_s, 6)
+    todo = f"see to it, or correct its entry in {config.path}" * (answer.state != Wellness.OK)
+    return Examined(need.name, about, answer.state, answer.why, means, elapsed_s, todo)
 
 
 def slow_batches(state: StateDirectory, job: JobConfig) -> Iterator[Examined]:
@@ -7250,15 +7224,10 @@ def slow_batches(state: StateDirectory, job: JobConfig) -> Iterator[Examined]:
         often_s = ledger.slow_batch_s(run)
         if often_s > job.stop_grace_s:
             why = f"one of 20 takes {often_s:.3g} s or more; stop_grace is {job.stop_grace_s:g} s"
-            means = (
-                "a stop interrupts such a batch, which is done again: smaller ones, or more time"
-            )
-            yield Examined(job.name, f"batches of {job.name}", Wellness.BAD, why, means, 0.0)
-
-
-def _pressure(per_cent: float | None) -> Factor:
-    found = "not told by this kernel" if per_cent is None else f"{per_cent:g} % in the last 10 s"
-    return Factor("pressure", Wellness.OK, found)
+            means = "a stop interrupts such a batch, which is done again"
+            todo = f"set a smaller batch_size or a longer stop_grace in [jobs.{job.name}]"
+            about = f"batches of {job.name}"
+            yield Examined(job.name, about, Wellness.BAD, why, means, todo=todo)
 
 
 def _consequence(need: Need, state: Wellness, health: HealthConfig) -> str:
@@ -7268,19 +7237,6 @@ def _consequence(need: Need, state: Wellness, health: HealthConfig) -> str:
     alone = need.critical or need.factor in health.critical
     follows = "that pauses a run alone" if alone else "two bad factors pause a run"
     return f"while it is bad, {need.factor} is bad: {follows}"
-
-
-def _fitness(state: StateDirectory) -> tuple[Factor, str]:
-    """Judge the state directory and the ledger in it; return what to type, too."""
-    try:
-        state.require_fit(create=False, starts=True)
-        state.open_ledger(create=False, write=False).close()
-    except NotFound:
-        return Factor("state", Wellness.OK, "is not there yet; a first run makes it"), ""
-    except BatchrunError as error:
-        todo = error.todo.removeprefix("Type: ")
-        return Factor("state", Wellness.BAD, error.what, critical=True), todo
-    return Factor("state", Wellness.OK, state.warning() or "can be used"), ""
 
 
 def _living_worker(state: StateDirectory, job: str, host: Host) -> int | None:
@@ -11522,18 +11478,25 @@ Look = tuple[str, str, str, str]  # what was looked at, what was seen, what it m
 
 def doctor(state: StateDirectory, config: Config, job: str | None, host: Host) -> list[Examined]:
     """Look once at all that a run needs: health, machine, files, jobs; leave nothing behind."""
-    rows, clock = examine(state, config, job, host), host.monotonic
+    jobs = [each for name, each in config.jobs.items() if job in (None, name)]
+    slow = (row for each in jobs for row in slow_batches(state, each))
     looks = [look_at_machine(state, host), look_at_files(state, host)]
-    looks.append(look_at_telling(state, config, job, host))
-    looks += [
-        look_at_job(config, each, host) for n, each in config.jobs.items() if job in (None, n)
-    ]
-    began = clock()
-    for name, answer, means, todo in chain.from_iterable(looks):
-        well = Wellness.BAD if todo else Wellness.OK
-        rows.append(Examined(name, name, well, answer, means, round(clock() - began, 6), todo))
-        began = clock()
-    return rows
+    looks.append(look_at_telling(state, config, jobs, host))
+    looks += [look_at_job(config, each, host) for each in jobs]
+    rows = (
+        Examined(name, name, Wellness.BAD if todo else Wellness.OK, answer, means, todo=todo)
+        for name, answer, means, todo in chain.from_iterable(looks)
+    )
+    gauges, needs = examine_host(state, config, host), examine_needs(state, config, job, host)
+    return [*timed(gauges, host), *needs, *timed(chain(slow, rows), host)]
+
+
+def timed(rows: Iterable[Examined], host: Host) -> Iterator[Examined]:
+    """Yield rows with the time that each took."""
+    began = host.monotonic()
+    for row in rows:
+        yield row._replace(elapsed_s=round(host.monotonic() - began, 6))
+        began = host.monotonic()
 
 
 def look_at_machine(state: StateDirectory, host: Host) -> Iterator[Look]:
@@ -11615,7 +11578,7 @@ TICK_LATELY_S = 3600.0
 
 
 def look_at_telling(
-    state: StateDirectory, config: Config, job: str | None, host: Host
+    state: StateDirectory, config: Config, jobs: Iterable[JobConfig], host: Host
 ) -> Iterator[Look]:
     """Look who would not be told what: of a job that is late, of an alert, of how jobs stand."""
     at, untold = None, list[tuple[int, str, str]]()
@@ -11624,9 +11587,9 @@ def look_at_telling(
     if at is None or seconds_between(at, host.now()) >= TICK_LATELY_S:
         said = f"no tick was seen since {at}" if at else "no tick was ever seen"
         means = "nobody would notice: let batchrun resume --all run every five minutes, or set ping"
-        for name, each in config.jobs.items():
-            if each.expect_every_s and not each.ping and job in (None, name):
-                yield f"expect_every of {name}", said, means, "batchrun unit --tick"
+        for each in jobs:
+            if each.expect_every_s and not each.ping:
+                yield f"expect_every of {each.name}", said, means, "batchrun unit --tick"
     for alert, way, error in untold:
         means = "somebody does not know it; here every way is tried with a test"
         yield f"alert {alert} by {way}", error, means, "batchrun doctor --alerts"
@@ -13090,10 +13053,11 @@ def sent_tests(config: Config, job: str | None, host: Host) -> Iterator[Examined
     answers = Inquiry(needs, config.folder, host).wait()
     for need in needs:
         answer, means = answers[need.name], "an alert that does not arrive is tried again"
-        yield Examined(need.name, asked(need), answer.state, answer.why, means, answer.elapsed_s)
+        yield examined(need, answer, means, config)
     if not needs:
         means = "only exit codes, status and metrics tell"
-        yield Examined("alerts", "[alerts]", Wellness.UNKNOWN, "names no way", means, 0.0)
+        todo, unknown = f"add [alerts] to {config.path}", Wellness.UNKNOWN
+        yield Examined("alerts", "[alerts]", unknown, "names no way", means, todo=todo)
 
 
 class Launch(NamedTuple):
