@@ -11156,18 +11156,13 @@ def check_marks(ledger: Ledger, run: Run, checkpoint: Checkpoint) -> list[Findin
     return findings
 
 
-def repairs(ledger: Ledger, store: CheckpointStore) -> list[tuple[str, Checkpoint]]:
-    """Return the checkpoints that the ledger contradicts and that could be adopted, with words."""
-    found = []
-    for checkpoint in readable_checkpoints(store):
-        run = ledger.run_with_id(checkpoint.run)
-        if run is None:
-            found.append(("the ledger does not know this run", checkpoint))
-            continue
-        action, why = verdict(look(ledger, store, run))
-        if action == Action.REFUSE:
-            found.append((why, checkpoint))
-    return found
+def contradiction(ledger: Ledger, store: CheckpointStore, checkpoint: Checkpoint) -> str:
+    """Return why a checkpoint and the ledger cannot both be true, or nothing."""
+    run = ledger.run_with_id(checkpoint.run)
+    if run is None:
+        return "the ledger does not know this run"
+    action, why = verdict(look(ledger, store, run))
+    return why if action == Action.REFUSE else ""
 
 
 def readable_checkpoints(store: CheckpointStore) -> list[Checkpoint]:
@@ -11283,15 +11278,17 @@ class Repair(NamedTuple):
 
 def find_repair(state: StateDirectory) -> Repair:
     """Return what has to be repaired, changing nothing."""
-    stores = state.stores()
+    found = [pair for store in state.stores() for pair in readable_checkpoints(store)]
+    adopt = list[tuple[str, Checkpoint]]()
     try:
         with state.reading() as ledger:
             lost = ledger.damage()
-            adopt = [] if lost else [pair for store in stores for pair in repairs(ledger, store)]
+            for checkpoint in found if not lost else ():
+                if why := contradiction(ledger, state.store(checkpoint.job), checkpoint):
+                    adopt.append((why, checkpoint))
     except PersonNeeded as error:
         lost = error.what
     if lost:
-        found = (checkpoint for store in stores for checkpoint in readable_checkpoints(store))
         adopt = [("the ledger is lost", checkpoint) for checkpoint in found]
     return Repair(lost, adopt)
 
@@ -11720,26 +11717,20 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
             why, todo = unknown_text(unknown), reconcile_line(run)
             return Standing(run.state, why, todo, needs_someone=True)
         return Standing(run.state, rolled_back_text(ledger, run), f"batchrun report {run.id}")
-    if run.state in OWNED or run.checks_at:
-        owned = owned_standing(run, ledger.last_attempt(run), host)
-        if owned is not None:
-            return owned
+    attempt = ledger.last_attempt(run)
+    if alive := owners_of(run, attempt, host):
+        return owned_standing(run, cast("Attempt", attempt), alive, host)
     if run.state in OWNED:
         words = last_error_of(ledger.path.parent / "logs" / run.job / f"{run.id}.log")
-        said = f"Its processes are gone; its log ends with: {words}"
-        why = said if words else GONE.format(run.id)
+        why = "Its processes are gone without a word: killed, or the machine was switched off."
+        why += f"\nWhat it did last: batchrun logs {run.id}"
+        why = f"Its processes are gone; its log ends with: {words}" if words else why
         run = run._replace(state=RunState.INTERRUPTED, reason="", error=why)
     elif run.checks_at:
         why = f"{run.error}\nNobody keeps it any more; the tick goes on with it."
         run = run._replace(error=why)
     reply = reply_to("tick", ledger, run)
     return Standing(run.state, *what_next(ledger, run), reply == Reply.GO_ON, reply == Reply.SKIP)
-
-
-GONE = (
-    "Its processes are gone without a word: killed, or the machine was switched off."
-    "\nWhat it did last: batchrun logs {}"
-)
 
 
 def last_error_of(log: Path) -> str:
@@ -11760,16 +11751,20 @@ def rolled_back_text(ledger: Ledger, run: Run) -> str:
     return "".join(f"rolled back to batch {r.rollback_to} by run {r.id}" for r in undone[-1:])
 
 
-def is_going_on(ledger: Ledger, run: Run, host: Host) -> bool:
-    """Tell whether a living process owns a run, or keeps it until it is well."""
-    return any(map(host.is_alive, owners_of(run, ledger.last_attempt(run))))
-
-
-def owners_of(run: Run, attempt: Attempt | None) -> list[ProcessIdentity]:
-    """Return the recorded owners of a run: supervisor and worker; none of one that rests."""
+def owners_of(run: Run, attempt: Attempt | None, host: Host) -> list[ProcessIdentity]:
+    """Return the living supervisor and worker that own a run, or keep it until it is well."""
     if attempt is None or not (run.state in OWNED or run.checks_at):
         return []
-    return [process for process in (attempt.supervisor, attempt.worker) if process]
+    owners = (attempt.supervisor, attempt.worker)
+    return [process for process in owners if process and host.is_alive(process)]
+
+
+def stopped_owner(owners: Iterable[ProcessIdentity], host: Host) -> tuple[str, str] | None:
+    """Return which owner is stopped, in words, and what to type; None if none is."""
+    for process in filter(host.is_stopped, owners):
+        why = f"Process {process.pid} is stopped (SIGSTOP, or a debugger)."
+        return why, f"kill -CONT {process.pid}"
+    return None
 
 
 def closed_standing(stands: Standing, *, closed: bool) -> Standing:
@@ -11778,11 +11773,6 @@ def closed_standing(stands: Standing, *, closed: bool) -> Standing:
         return stands
     why = f"{stands.why}\nMaintenance is on and closes the job: nothing of it starts.".strip()
     return stands._replace(why=why, todo=f"batchrun maintenance off && {stands.todo}")
-
-
-def never_run(job: str) -> Standing:
-    """Return how a job stands that has never run."""
-    return Standing(RunState.WAITING, "", f"batchrun run {job}")
 
 
 # What is asked of a run that goes on -> what to type next.
@@ -11794,26 +11784,21 @@ NEXT_WHILE_ASKED: dict[str | None, str] = {
 }
 
 
-def owned_standing(run: Run, attempt: Attempt | None, host: Host) -> Standing | None:
-    """Return how a run stands that some process owns; None if it owned it until it died."""
-    owners = [attempt.supervisor, attempt.worker] if attempt else []
-    alive = [process for process in owners if process and host.is_alive(process)]
-    if not alive:
-        return None
-    for process in alive:
-        if host.is_stopped(process):
-            why = f"Process {process.pid} is stopped (SIGSTOP, or a debugger)."
-            return Standing(run.state, why, f"kill -CONT {process.pid}", needs_someone=True)
-    if alive[0] == owners[0]:
-        waits = attempt is not None and attempt.may_be_followed
-        why = f"{attempt.error}\nAnother attempt follows." if attempt and waits else ""
-        if run.checks_at:
-            why = kept_text(run, alive, host)
-        if run.request:
-            why = f"{why}\nIt stops at its next safe point: {run.request} is asked for.".strip()
-        return Standing(run.state, why, NEXT_WHILE_ASKED[run.request].format(run.id))
-    why = f"Its supervisor is gone; worker {alive[0].pid} commits its last batch and leaves."
-    return Standing(run.state, why, f"batchrun resume {run.id}", is_due=True)
+def owned_standing(
+    run: Run, attempt: Attempt, alive: Sequence[ProcessIdentity], host: Host
+) -> Standing:
+    """Return how a run stands that living processes own."""
+    if held := stopped_owner(alive, host):
+        return Standing(run.state, *held, needs_someone=True)
+    if alive[0] != attempt.supervisor:
+        why = f"Its supervisor is gone; worker {alive[0].pid} commits its last batch and leaves."
+        return Standing(run.state, why, f"batchrun resume {run.id}", is_due=True)
+    why = f"{attempt.error}\nAnother attempt follows." if attempt.may_be_followed else ""
+    if run.checks_at:
+        why = kept_text(run, alive, host)
+    if run.request:
+        why = f"{why}\nIt stops at its next safe point: {run.request} is asked for.".strip()
+    return Standing(run.state, why, NEXT_WHILE_ASKED[run.request].format(run.id))
 
 
 def stalled(ledger: Ledger, job: JobConfig, run: Run | None, host: Host) -> Finding | None:
@@ -11824,21 +11809,19 @@ def stalled(ledger: Ledger, job: JobConfig, run: Run | None, host: Host) -> Find
     attempt = ledger.last_attempt(run) if run and run.state in OWNED else None
     if run is None or attempt is None or not job.stalled_after_s:
         return None
-    owners = [each for each in (attempt.worker, attempt.supervisor) if each]
-    alive = [process for process in owners if host.is_alive(process)]
-    frozen = [process for process in alive if host.is_stopped(process)]
+    alive = owners_of(run, attempt, host)
+    held = stopped_owner(alive[::-1], host)  # the worker first
     newest = ledger.commit_row(run, run.number)
     quiet_s = seconds_between(max(attempt.began_at, newest.at if newest else ""), host.now())
     slow_s = ledger.slow_batch_s(run) or ledger.slow_batch_s(ledger.last_success(job.name))
     limit_s = max(job.stalled_after_s, 10 * slow_s)
-    if quiet_s <= limit_s or not (frozen or attempt.worker in alive):
+    if quiet_s <= limit_s or not (held or attempt.worker in alive):
         return None
     what = f"no commit for {duration_text(quiet_s)}, at most {duration_text(limit_s)} is usual"
-    if frozen:
-        why = f"Process {frozen[0].pid} is stopped (SIGSTOP, or a debugger)."
-        return Finding(what, why, f"kill -CONT {frozen[0].pid}")
-    why = f"Worker {alive[0].pid} lives. Once it is killed its batch is done again."
-    return Finding(what, why, f"kill -KILL {alive[0].pid}")
+    if held:
+        return Finding(what, *held)
+    why = f"Worker {alive[-1].pid} lives. Once it is killed its batch is done again."
+    return Finding(what, why, f"kill -KILL {alive[-1].pid}")
 
 
 def late(ledger: Ledger, job: JobConfig, host: Host, lockfile: Lockfile | None) -> str:
@@ -15367,7 +15350,7 @@ def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
     """Return what the screen about one run has beyond its line in the table."""
     attempts, times = ledger.attempts(run), ledger.batch_times(run)
     last = ledger.commit_row(run, run.number)
-    owners = [p for p in owners_of(run, attempts[-1] if attempts else None) if host.is_alive(p)]
+    owners = owners_of(run, attempts[-1] if attempts else None, host)
     cleanups = ledger.cleanups(run)
     pending = sum(cleanup.done_at is None for cleanup in cleanups)
     counted = {"done": len(cleanups) - pending, "PENDING": pending}
@@ -16909,7 +16892,8 @@ def stand(
     """Return how one job, or a run by its id, stands."""
     run = ledger.latest(name) if name in app.config.jobs else app.find_run(ledger, name)
     job = run.job if run else name
-    stands = standing(ledger, run, app.host) if run else never_run(job)
+    never = Standing(RunState.WAITING, "", f"batchrun run {job}")
+    stands = standing(ledger, run, app.host) if run else never
     known, success = app.config.jobs.get(job), ledger.last_success(job)
     closed = lockfile is not None and closes(lockfile.scopes, job, known.tags if known else ())
     made = summarise_job(
@@ -16935,7 +16919,7 @@ def screen_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
     Of one that rests its job's file is imported to know that, if it is this user's own.
     """
     leaks, obstacles = [event.why for event in ledger.events(run, what=LEAK)], list[str]()
-    if run.finished or is_going_on(ledger, run, app.host):
+    if run.finished or owners_of(run, ledger.last_attempt(run), app.host):
         return {"leaks": leaks}
     with contextlib.suppress(OSError):
         if holders := JobLock(app.state.lock_path(run.job)).owners(app.host):
@@ -17057,7 +17041,7 @@ def log_lines(app: App, name: str, *, follow: bool) -> Iterator[LogLine]:
         with app.ledger(write=False) as ledger:  # never kept open: that would keep the WAL
             run = app.find_run(ledger, name)
             events = ledger.events(run, after=seen)
-            goes_on = follow and is_going_on(ledger, run, app.host)
+            goes_on = follow and bool(owners_of(run, ledger.last_attempt(run), app.host))
         name, seen = run.id, events[-1].id if events else seen
         log = log or LogFile(app.state.log_path(run), run.created_at)
         lines = log.new_lines(to_end=not goes_on)
