@@ -6011,8 +6011,9 @@ class JobLock:
 
         make_private_folder(self.path.parent)  # filelock would make any missing folder
         self._require_plain()
+        take = functools.partial(setattr, self, "descriptor")
         lock = UnixFileLock(
-            self.path, timeout=0, mode=0o600, fallback_to_soft=False, on_acquired=self._take
+            self.path, timeout=0, mode=0o600, fallback_to_soft=False, on_acquired=take
         )
         try:
             lock.acquire()
@@ -6026,9 +6027,6 @@ class JobLock:
             self.release()
             return False
         return True
-
-    def _take(self, descriptor: int) -> None:
-        self.descriptor = descriptor
 
     def _require_plain(self) -> None:
         """Refuse what filelock would follow, or wait for: links, directories, pipes."""
@@ -6304,7 +6302,11 @@ class StateDirectory:
                     todo="Is it the right configuration? A first run makes it: batchrun run JOB",
                 )
             self._require_file_system(self.path.parent)
-            self._make()
+            try:
+                make_private_folder(self.path)
+            except OSError as error:
+                todo = f"Make its parent writable for this user: ls -ld {self.path.parent}"
+                raise self._unfit(f"it cannot be made: {error.strerror}", todo) from error
         found = self.path.stat()
         if not stat.S_ISDIR(found.st_mode):
             raise self._unfit("it is not a folder", f"See what it is: ls -ld {self.path}")
@@ -6319,18 +6321,6 @@ class StateDirectory:
                 unchanged="Nothing was started.",
                 todo="Make room, or lower min_free in the configuration.",
             )
-
-    def _make(self) -> None:
-        try:
-            make_private_folder(self.path)
-        except OSError as error:
-            todo = f"Make its parent writable for this user: ls -ld {self.path.parent}"
-            raise self._unfit(f"it cannot be made: {error.strerror}", todo) from error
-
-    def require_owner(self) -> None:
-        """Refuse who cannot look at the ledger as its owner does: with the locks of the others."""
-        with contextlib.suppress(FileNotFoundError):
-            self._require_owner(self.path.stat())
 
     def _require_owner(self, found: os.stat_result) -> None:
         if found.st_uid != os.geteuid():
@@ -17678,7 +17668,7 @@ def doctor_command(app: App, *, job: str | None, alerts: bool) -> Result:
 )
 def backup_command(app: App, *, file: str, force: bool) -> Result:
     """Copy the ledger while jobs run, and verify the copy."""
-    app.state.require_owner()
+    app.state.require_fit(create=False)
     path = Path(file).absolute()
     with app.ledger(write=False) as ledger:
         size = back_up(app.state, ledger, path, force=force)
