@@ -10951,8 +10951,16 @@ def cannot_agree(found: Found, why: str, path: Path) -> PersonNeeded:
         why=f"Found {held}; in the ledger: commit {run.number} of generation {run.generation}."
         f" Known to be lost: {lost}.",
         unchanged="Nothing was changed.",
-        todo="Put the right files back from a backup, or see: batchrun repair",
+        todo=way_out(found),
     )
+
+
+def way_out(found: Found) -> str:
+    """Return what to do about what a start refuses: a repair needs a file that names the run."""
+    file, run = found.checkpoint, found.run
+    can_repair = file is not None and (file.job, file.run) == (run.job, run.id)
+    way = "see: batchrun repair" if can_repair else f"begin anew: batchrun run {run.job} --fresh"
+    return f"Put the right files back from a backup, or {way}"
 
 
 def require_witnesses_known(ledger: Ledger, store: CheckpointStore) -> None:
@@ -11039,25 +11047,28 @@ def check_run(ledger: Ledger, store: CheckpointStore, run: Run) -> list[Finding]
         for gap, known in gaps_of(ledger, run)
         if not known
     ]
+    go_on = f"batchrun {'report' if run.finished else 'resume'} {run.id}"
     newest = ledger.commit_row(run, run.number)
     if newest is not None and newest.hash != run.hash:
-        what, why = f"{name}: its newest commit", "the ledger's row has another hash"
-        findings.append(Finding(what, why, "batchrun repair"))
+        what = f"{name}: the row of its newest commit has another hash than the run"
+        why = "only an older checkpoint, if one is put back, would be judged by it"
+        findings.append(Finding(what, why, go_on))
     try:
         found = look(ledger, store, run)
     except NewerFormat as error:
         return [*findings, Finding(f"{name}: {error.what}", error.why, error.todo)]
     action, why = verdict(found)
     if action == Action.REFUSE:
-        findings.append(Finding(f"{name}: {why}", found.broken, "batchrun repair"))
+        findings.append(Finding(f"{name}: {why}", found.broken, way_out(found)))
     elif action in (Action.FORWARD, Action.REWRITE) and not run.finished:
-        findings.append(Finding(f"{name}: {why}", found.broken, f"batchrun resume {run.id}"))
-    stands = parse_checkpoint(run.checkpoint)[0] if run.checkpoint else found.checkpoint
+        findings.append(Finding(f"{name}: {why}", found.broken, go_on))
+    elif run.checkpoint and not found.copy:
+        what = f"{name}: the ledger's copy of its checkpoint is not valid"
+        findings.append(Finding(what, "its next commit makes it anew", go_on))
     if found.checkpoint is not None and found.ahead >= 0:
-        stands = found.checkpoint
-    if stands is not None:
-        findings += check_marks(ledger, run, stands)
-    return findings
+        return findings + check_marks(ledger, run, found.checkpoint)
+    stands = parse_checkpoint(found.copy)[0] if found.copy else None
+    return findings + (check_marks(ledger, run, stands) if stands else [])
 
 
 def check_images(ledger: Ledger, state: StateDirectory) -> list[Finding]:
