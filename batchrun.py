@@ -6341,13 +6341,13 @@ class StateDirectory:
 
     def warning(self) -> str:
         """Return why files here may vanish, or nothing."""
-        kind = self._host.file_system(self.path.resolve())
+        path = self.path.resolve()
+        kind = self._host.file_system(path)
         if kind in VOLATILE_FILE_SYSTEMS:
             return f"warning: {self.path} is on {kind}: a reboot loses every checkpoint"
-        if any(self.path.resolve().is_relative_to(folder) for folder in VOLATILE_FOLDERS):
-            return (
-                f"warning: {self.path} is where cleaners delete files, lock files in use included"
-            )
+        if any(map(path.is_relative_to, VOLATILE_FOLDERS)):
+            where = "where cleaners delete files, lock files in use included"
+            return f"warning: {self.path} is {where}"
         return ""
 
     def _unfit(self, why: str, todo: str) -> StateDirectoryError:
@@ -7206,10 +7206,7 @@ def examined(need: Need, answer: Answer, means: str, config: Config) -> Examined
 
 def slow_batches(state: StateDirectory, job: JobConfig) -> Iterator[Examined]:
     """Yield a warning if a stop of a job would often interrupt a batch."""
-    with (
-        contextlib.suppress(BatchrunError),
-        state.reading() as ledger,
-    ):
+    with contextlib.suppress(BatchrunError), state.reading() as ledger:
         run = ledger.latest(job.name)
         often_s = ledger.slow_batch_s(run)
         if often_s > job.stop_grace_s:
@@ -7231,10 +7228,7 @@ def _consequence(need: Need, state: Wellness, health: HealthConfig) -> str:
 
 def _living_worker(state: StateDirectory, job: str, host: Host) -> int | None:
     """Return the pid of the worker of a job's run that goes on now."""
-    with (
-        contextlib.suppress(BatchrunError),
-        state.reading() as ledger,
-    ):
+    with contextlib.suppress(BatchrunError), state.reading() as ledger:
         run = ledger.unfinished(job)
         attempt = run and ledger.last_attempt(run)
         if attempt and attempt.worker and host.is_alive(attempt.worker):
@@ -11252,12 +11246,10 @@ def require_loads(
     job = load_job(job_config)
     if run.rollback_of:
         job.undoing(run)
-    if version not in (None, job.version):
-        written = (
-            f"its checkpoint was written by version {cast('Checkpoint', checkpoint).job_version}"
-        )
+    if checkpoint is not None and version not in (None, job.version):
         raise PersonNeeded(
-            f"{written}, and version {version} is not installed.",
+            f"its checkpoint was written by version {checkpoint.job_version}, and version {version}"
+            " is not installed.",
             why=f"Only the resumes= of version {version}'s own file can say that it understands;"
             f" installed is version {job.version}.",
             todo=f"Ask again with that file installed, or keep version {job.version}.",
