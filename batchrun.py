@@ -10981,25 +10981,23 @@ def retire_witnesses(ledger: Ledger, store: CheckpointStore) -> None:
 
 def check(
     ledger: Ledger, store_of: Callable[[str], CheckpointStore], jobs: Container[str]
-) -> list[Finding]:
-    """Return what is wrong with ledger, checkpoints and marks; changes nothing."""
-    findings = []
-    damage = ledger.damage()
-    if damage:
-        return [Finding(f"the ledger {ledger.path} is damaged", damage, "batchrun repair")]
+) -> Iterator[Finding]:
+    """Yield what is wrong with ledger, checkpoints and marks; changes nothing."""
+    if damage := ledger.damage():
+        yield Finding(f"the ledger {ledger.path} is damaged", damage, "batchrun repair")
+        return
     log_bytes = ledger.log_bytes()
     if log_bytes > LOG_LIMIT_BYTES:
         what = f"the ledger's log has grown to {log_bytes // 1_000_000} MB"
         why = "a process that reads the ledger without end keeps it from being reused"
-        findings.append(Finding(what, why, f"fuser -v {ledger.path}"))
-    findings += [stuck_cleanup(ledger, cleanup) for cleanup in ledger.stuck_cleanups()]
+        yield Finding(what, why, f"fuser -v {ledger.path}")
+    for cleanup in ledger.stuck_cleanups():
+        yield stuck_cleanup(ledger, cleanup)
     for run in ledger.latest_of_each_job():
-        findings += check_run(ledger, store_of(run.job), run)
+        yield from check_run(ledger, store_of(run.job), run)
         if run.job not in jobs and not run.finished:
             what = f"run {run.id} of {run.job} is unfinished, and the job is configured no more"
-            todo = f"batchrun cancel {run.id}"
-            findings.append(Finding(what, "nothing goes on with it", todo))
-    return findings
+            yield Finding(what, "nothing goes on with it", f"batchrun cancel {run.id}")
 
 
 def gaps_of(ledger: Ledger, run: Run) -> list[tuple[str, Event | None]]:
@@ -11033,49 +11031,53 @@ def stuck_cleanup(ledger: Ledger, cleanup: Cleanup) -> Finding:
     return Finding(what, why, todo)
 
 
-def check_run(ledger: Ledger, store: CheckpointStore, run: Run) -> list[Finding]:
-    """Return what is wrong with one run: its chain of commits, its checkpoint, its marks."""
+def check_run(ledger: Ledger, store: CheckpointStore, run: Run) -> Iterator[Finding]:
+    """Yield what is wrong with one run: its chain of commits, its checkpoint, its marks."""
     name = f"run {run.id} of {run.job}"
-    findings = [
-        Finding(f"{name}: {gap}", "they were lost", f"batchrun report {run.id}")
-        for gap, known in gaps_of(ledger, run)
-        if not known
-    ]
-    go_on = f"batchrun {'report' if run.finished else 'resume'} {run.id}"
+    for gap, known in gaps_of(ledger, run):
+        if not known:
+            yield Finding(f"{name}: {gap}", "they were lost", f"batchrun report {run.id}")
     newest = ledger.commit_row(run, run.number)
     if newest is not None and newest.hash != run.hash:
         what = f"{name}: the row of its newest commit has another hash than the run"
         why = "only an older checkpoint, if one is put back, would be judged by it"
-        findings.append(Finding(what, why, go_on))
+        yield Finding(what, why, f"batchrun {'report' if run.finished else 'resume'} {run.id}")
     try:
         found = look(ledger, store, run)
     except NewerFormat as error:
-        return [*findings, Finding(f"{name}: {error.what}", error.why, error.todo)]
+        yield Finding(f"{name}: {error.what}", error.why, error.todo)
+        return
+    yield from check_found(name, found)
+    stands = parse_checkpoint(found.copy)[0] if found.copy else None
+    if found.checkpoint is not None and found.ahead >= 0:
+        stands = found.checkpoint
+    if stands is not None:
+        yield from check_marks(ledger, run, stands)
+
+
+def check_found(name: str, found: Found) -> Iterator[Finding]:
+    """Yield what a start of a run would refuse, or repair."""
     action, why = verdict(found)
     if action == Action.REFUSE:
-        findings.append(Finding(f"{name}: {why}", found.broken, way_out(found)))
-    elif action in (Action.FORWARD, Action.REWRITE) and not run.finished:
-        findings.append(Finding(f"{name}: {why}", found.broken, go_on))
-    elif run.checkpoint and not found.copy:
+        yield Finding(f"{name}: {why}", found.broken, way_out(found))
+    elif found.run.finished:
+        return
+    elif action in (Action.FORWARD, Action.REWRITE):
+        yield Finding(f"{name}: {why}", found.broken, f"batchrun resume {found.run.id}")
+    elif found.run.checkpoint and not found.copy:
         what = f"{name}: the ledger's copy of its checkpoint is not valid"
-        findings.append(Finding(what, "its next commit makes it anew", go_on))
-    if found.checkpoint is not None and found.ahead >= 0:
-        return findings + check_marks(ledger, run, found.checkpoint)
-    stands = parse_checkpoint(found.copy)[0] if found.copy else None
-    return findings + (check_marks(ledger, run, stands) if stands else [])
+        yield Finding(what, "its next commit makes it anew", f"batchrun resume {found.run.id}")
 
 
-def check_images(ledger: Ledger, state: StateDirectory) -> list[Finding]:
-    """Return which images a rollback could not read, by their headers and sizes alone."""
-    findings = []
+def check_images(ledger: Ledger, state: StateDirectory) -> Iterator[Finding]:
+    """Yield which images a rollback could not read, by their headers and sizes alone."""
     for run, images in ledger.images_needed():
         for _, name in images:
             try:
                 state.images(run).look(name)
             except BatchrunError as error:
                 todo = "put that file back from a backup; only a rollback needs it"
-                findings.append(Finding(error.what, error.why, todo))
-    return findings
+                yield Finding(error.what, error.why, todo)
 
 
 def installed_job(config: Config, job_config: JobConfig) -> Job:
@@ -11086,21 +11088,19 @@ def installed_job(config: Config, job_config: JobConfig) -> Job:
         return load_job(job_config)
 
 
-def check_rollbacks(config: Config) -> list[Finding]:
-    """Return which critical jobs have no rollback; imports their files."""
-    findings = []
-    for job_config in config.jobs.values():
+def check_rollbacks(config: Config) -> Iterator[Finding]:
+    """Yield which critical jobs have no rollback; imports their files."""
+    for job_config in (each for each in config.jobs.values() if each.critical):
         try:
-            lacks = job_config.critical and installed_job(config, job_config).rollback is None
+            job = installed_job(config, job_config)
         except BatchrunError as error:
             what = f"whether the critical job {job_config.name} has a rollback is unknown"
-            findings.append(Finding(what, error.what, error.todo))
+            yield Finding(what, error.what, error.todo or "batchrun jobs")
         else:
-            what = f"the critical job {job_config.name} has no rollback"
-            why = "a run of it cannot be taken back"
-            todo = f"add @job(rollback=...) in {job_config.path}"
-            findings += [Finding(what, why, todo)] * lacks
-    return findings
+            if job.rollback is None:
+                what = f"the critical job {job_config.name} has no rollback"
+                todo = f"add @job(rollback=...) in {job_config.path}"
+                yield Finding(what, "a run of it cannot be taken back", todo)
 
 
 def look_at_rollback(
@@ -11134,12 +11134,11 @@ def look_at_rollback(
 TARGET = "target"  # an event whose `why` is a loop and the SQLite file that has its mark
 
 
-def check_marks(ledger: Ledger, run: Run, checkpoint: Checkpoint) -> list[Finding]:
+def check_marks(ledger: Ledger, run: Run, checkpoint: Checkpoint) -> Iterator[Finding]:
     """Compare a checkpoint with the marks in the SQLite files that the run's workers wrote to.
 
     A target one commit ahead is a batch whose checkpoint was not renamed: going on adopts it.
     """
-    findings = []
     kept = dict(json.loads(event.why) for event in ledger.events(run, what=TARGET))
     for loop, path in kept.items():
         expected, number = checkpoint.marks.get(loop, 0), mark_in(Path(path), run.id, loop)
@@ -11147,8 +11146,7 @@ def check_marks(ledger: Ledger, run: Run, checkpoint: Checkpoint) -> list[Findin
             what = f"run {run.id} of {run.job}: the target {path} is not where the checkpoint is"
             has = "no mark" if number is None else f"the mark {number}"
             why = f"loop {loop!r} has {has} there, and {expected} in the checkpoint"
-            findings.append(Finding(what, why, "put back the target that belongs to the run"))
-    return findings
+            yield Finding(what, why, "put back the target that belongs to the run")
 
 
 def contradiction(ledger: Ledger, store: CheckpointStore, checkpoint: Checkpoint) -> str:
@@ -17375,7 +17373,7 @@ def answered_text(ledger: Ledger, run: Run, host: Host) -> str:
 def check_command(app: App) -> Result:
     """Compare ledger, checkpoints, marks and images; changes nothing."""
     with app.ledger(write=False) as ledger:
-        findings = check(ledger, app.state.store, app.config.jobs)
+        findings = [*check(ledger, app.state.store, app.config.jobs)]
         findings += [*check_images(ledger, app.state), *check_rollbacks(app.config)]
         for store in app.state.stores():
             require_witnesses_known(ledger, store)

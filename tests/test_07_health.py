@@ -625,6 +625,13 @@ def test_one_probe_that_hangs_loses_only_itself() -> None:
     assert inquiry.answers["silent"].why == "was not asked to the end"
 
 
+def test_an_answer_that_comes_after_its_time_does_not_count() -> None:
+    late = need(command=("sleep", "0.5"), limit_s=0.1, name="late")
+    found = asked(late, need(command=("sleep", "1"), name="slow"))
+    assert (found["late"].state, found["late"].why) == (BAD, "gives no answer within 0.1 s")
+    assert found["slow"].state == OK
+
+
 def test_polling_never_waits() -> None:
     with listener() as (_, silent):
         inquiry = Inquiry([need(f"http://127.0.0.1:{silent}/", limit_s=0.7)], ROOT, Host())
