@@ -11124,11 +11124,8 @@ def look_at_rollback(
             unchanged="Nothing was undone.",
             todo="Put them back in the configuration, then type this again.",
         )
-    store, size = state.images(run), 0
-    for batch in ledger.batches_of(rollback):
-        if batch.images:
-            size += sum(map(len, store.lines(batch.images)))
-    return size
+    images = [batch.images for batch in ledger.batches_of(rollback) if batch.images]
+    return sum(len(line) for each in images for line in state.images(run).lines(each))
 
 
 TARGET = "target"  # an event whose `why` is a loop and the SQLite file that has its mark
@@ -11290,26 +11287,23 @@ def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path
     Raises:
         Busy: one of the jobs runs, or has run since the look; nothing was changed.
     """
-    checkpoints = [checkpoint for _, checkpoint in repair.adopt]
-    jobs = {c.job for c in checkpoints} | {store.folder.name for store in state.stores()}
     with contextlib.ExitStack() as held:
-        for lock in [JobLock(state.lock_path(job)) for job in sorted(jobs)]:
+        for store in state.stores():
+            lock = JobLock(state.lock_path(store.folder.name))
             if not lock.acquire():
                 what = "A job that is to be repaired runs right now."
                 raise Busy(what, unchanged="Nothing was changed.", todo="See: batchrun status")
             held.callback(lock.release)
-        return _repair_at_rest(state, repair, checkpoints, host)
+        return _repair_at_rest(state, repair, host)
 
 
-def _repair_at_rest(
-    state: StateDirectory, repair: Repair, checkpoints: list[Checkpoint], host: Host
-) -> list[Path]:
+def _repair_at_rest(state: StateDirectory, repair: Repair, host: Host) -> list[Path]:
     """Repair with all locks held: nothing moves any more."""
     now = find_repair(state)
     if now.lost != repair.lost or any(pair not in now.adopt for pair in repair.adopt):
         what = "Something ran since the look at what is to be repaired."
         raise Busy(what, unchanged="Nothing was changed.", todo="Look again: batchrun repair")
-    path = state.ledger_path
+    path, checkpoints = state.ledger_path, [checkpoint for _, checkpoint in repair.adopt]
     files = [beside(path, suffix) for suffix in ("", "-wal", "-shm")]
     stored = [state.store(c.job).path(c.run) for c in checkpoints]
     aside = set_aside(files + stored, state.path / "aside" / host.now().replace(":", ""))
@@ -11824,12 +11818,12 @@ def late(ledger: Ledger, job: JobConfig, host: Host, lockfile: Lockfile | None) 
     age_s = seconds_between(since, host.now())
     if age_s <= job.expect_every_s:
         return ""
-    every = f"one is expected every {duration_text(job.expect_every_s)}"
-    closed = lockfile and closes(lockfile.scopes, job.name, job.tags)
-    never = ", it never had one" * (success is None)
-    return f"no success for {duration_text(age_s)}, {every}{never}" + (
-        f"; maintenance is on, by {lockfile.by}" if lockfile and closed else ""
-    )
+    every = duration_text(job.expect_every_s)
+    words = f"no success for {duration_text(age_s)}, one is expected every {every}"
+    words += ", it never had one" * (success is None)
+    if lockfile and closes(lockfile.scopes, job.name, job.tags):
+        words += f"; maintenance is on, by {lockfile.by}"
+    return words
 
 
 def kept_text(run: Run, owners: Sequence[ProcessIdentity], host: Host) -> str:
