@@ -6011,8 +6011,9 @@ class JobLock:
 
         make_private_folder(self.path.parent)  # filelock would make any missing folder
         self._require_plain()
+        take = functools.partial(setattr, self, "descriptor")
         lock = UnixFileLock(
-            self.path, timeout=0, mode=0o600, fallback_to_soft=False, on_acquired=self._take
+            self.path, timeout=0, mode=0o600, fallback_to_soft=False, on_acquired=take
         )
         try:
             lock.acquire()
@@ -6026,9 +6027,6 @@ class JobLock:
             self.release()
             return False
         return True
-
-    def _take(self, descriptor: int) -> None:
-        self.descriptor = descriptor
 
     def _require_plain(self) -> None:
         """Refuse what filelock would follow, or wait for: links, directories, pipes."""
@@ -6304,7 +6302,11 @@ class StateDirectory:
                     todo="Is it the right configuration? A first run makes it: batchrun run JOB",
                 )
             self._require_file_system(self.path.parent)
-            self._make()
+            try:
+                make_private_folder(self.path)
+            except OSError as error:
+                todo = f"Make its parent writable for this user: ls -ld {self.path.parent}"
+                raise self._unfit(f"it cannot be made: {error.strerror}", todo) from error
         found = self.path.stat()
         if not stat.S_ISDIR(found.st_mode):
             raise self._unfit("it is not a folder", f"See what it is: ls -ld {self.path}")
@@ -6319,18 +6321,6 @@ class StateDirectory:
                 unchanged="Nothing was started.",
                 todo="Make room, or lower min_free in the configuration.",
             )
-
-    def _make(self) -> None:
-        try:
-            make_private_folder(self.path)
-        except OSError as error:
-            todo = f"Make its parent writable for this user: ls -ld {self.path.parent}"
-            raise self._unfit(f"it cannot be made: {error.strerror}", todo) from error
-
-    def require_owner(self) -> None:
-        """Refuse who cannot look at the ledger as its owner does: with the locks of the others."""
-        with contextlib.suppress(FileNotFoundError):
-            self._require_owner(self.path.stat())
 
     def _require_owner(self, found: os.stat_result) -> None:
         if found.st_uid != os.geteuid():
@@ -6351,13 +6341,13 @@ class StateDirectory:
 
     def warning(self) -> str:
         """Return why files here may vanish, or nothing."""
-        kind = self._host.file_system(self.path.resolve())
+        path = self.path.resolve()
+        kind = self._host.file_system(path)
         if kind in VOLATILE_FILE_SYSTEMS:
             return f"warning: {self.path} is on {kind}: a reboot loses every checkpoint"
-        if any(self.path.resolve().is_relative_to(folder) for folder in VOLATILE_FOLDERS):
-            return (
-                f"warning: {self.path} is where cleaners delete files, lock files in use included"
-            )
+        if any(map(path.is_relative_to, VOLATILE_FOLDERS)):
+            where = "where cleaners delete files, lock files in use included"
+            return f"warning: {self.path} is {where}"
         return ""
 
     def _unfit(self, why: str, todo: str) -> StateDirectoryError:
@@ -6439,17 +6429,19 @@ class StateDirectory:
 # frozen server's kernel does: http:, redis: and databases are asked for an answer and do not have
 # that blind spot.
 #
-# A leak is a gauge that rose over the last 12 safe points or more of an attempt: nearly every pair
-# of points in order (noise and saw teeth are not), as fast at the end as before (warming up is
-# not), above what it was ever before, and by an amount that matters. Its slope is the median of all
-# slopes between two points (Theil and Sen). A saw tooth longer than those points looks like a leak
-# the first time, and never again.
+# A leak is a gauge that rose over the last 12, 24 or 48 safe points of an attempt: by more than
+# chance gives to one that goes up and down as it does (noise, saw teeth and one step are not), as
+# fast at the end as before (warming up is not), above what it was ever before, and by an amount
+# that matters. Where each change is up or down by chance, their sum is over x times the root of
+# their squares with a chance below e^(-x*x/2) (Hoeffding): of 100 random walks of 150 batches, all
+# looked at after each, one to four are called a leak. A saw tooth longer than those points looks
+# like a leak the first time, and never again.
 
 KILL_SHARE = 4  # below a quarter of min_available the kernel's killer is near
 PROBE_START_S = 10.0  # what a busy machine may take to start the probes' process
-LEAK_POINTS = (12, 24, 48)
+LEAK_POINTS = (48, 24, 12)
 LEAK_WARM_UP = 3
-LEAK_ORDER = 0.9  # of all pairs, less the pairs against the order; 1: rises at every step
+LEAK_CHANCE = 10  # x*x; twelve points that rise evenly have 11
 LEAK_LEAST = {"rss_bytes": 16_000_000}  # over all points; 4 of any other gauge
 
 
@@ -6474,7 +6466,6 @@ class Answer(NamedTuple):
     why: str
     elapsed_s: float = 0.0
     peers: Sequence[Peer] = ()  # the other ends that connections to it may have
-    connections: int | None = None  # how many of them the worker has, if they can be counted
 
 
 class Verdict(NamedTuple):
@@ -6511,36 +6502,15 @@ def memory_factor(
     return Factor("memory", Wellness.BAD if low else Wellness.OK, why, low and always)
 
 
-def connections_factor(
-    answers: Iterable[tuple[Need, Answer]], health: HealthConfig, growth: str = ""
+def needs_factor(
+    name: str,
+    answers: Iterable[tuple[Need, Answer]],
+    health: HealthConfig,
+    usage: Usage | None = None,
 ) -> Factor:
-    """Judge the databases: whether each lets in, and how many connections the worker has.
-
-    `growth` says by how much they grow over the safe points, if they do.
-    """
-    judged = [(need, _counted(need, answer)) for need, answer in answers]
-    if growth:
-        judged.append((OWN, Answer("", Wellness.BAD, growth)))
-    return _of_needs("connections", judged, health)
-
-
-def _counted(need: Need, answer: Answer) -> Answer:
-    """Return an answer in which the number of connections is judged too."""
-    count = answer.connections
-    if answer.state != Wellness.OK or not need.normal or count is None:
-        return answer
-    why = f"{count} connection{'s' * (count != 1)}, {need.normal} are normal"
-    state = Wellness.BAD if count > need.normal else Wellness.OK
-    return answer._replace(state=state, why=why)
-
-
-def dependencies_factor(answers: Iterable[tuple[Need, Answer]], health: HealthConfig) -> Factor:
-    """Judge what the job depends on, the state folder's disk and the ledger included."""
-    return _of_needs("dependencies", list(answers), health)
-
-
-def _of_needs(name: str, judged: list[tuple[Need, Answer]], health: HealthConfig) -> Factor:
-    """Return a factor that is as well as the worst of what belongs to it."""
+    """Judge what belongs to a factor: it is as well as the worst of that."""
+    mine = [pair for pair in answers if pair[0].factor == name]
+    judged = [(need, with_count(need, answer, usage)) for need, answer in mine]
     for state in (Wellness.BAD, Wellness.UNKNOWN):
         found = [(need, answer) for need, answer in judged if answer.state == state]
         if found:
@@ -6548,6 +6518,16 @@ def _of_needs(name: str, judged: list[tuple[Need, Answer]], health: HealthConfig
             critical = name in health.critical or any(need.critical for need, _ in found)
             return Factor(name, state, why, critical and state == Wellness.BAD)
     return Factor(name, Wellness.OK, "all answer" if judged else "none is declared")
+
+
+def with_count(need: Need, answer: Answer, usage: Usage | None) -> Answer:
+    """Return an answer in which the number of connections that the worker has is judged too."""
+    count = usage.connections.get(need.name) if usage else None
+    if answer.state != Wellness.OK or not need.normal or count is None:
+        return answer
+    why = f"{count} connection{'s' * (count != 1)}, {need.normal} are normal"
+    state = Wellness.BAD if count > need.normal else Wellness.OK
+    return answer._replace(state=state, why=why)
 
 
 def asked(need: Need) -> str:
@@ -6564,9 +6544,9 @@ def size_text(size_bytes: float) -> str:
 
 
 SIZE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
-OWN = Need("", "", "", 0, critical=False, jobs=())  # what batchrun itself looks at
-DISK = OWN._replace(name="the state folder's disk", critical=True)
-LEDGER = OWN._replace(name="the ledger", critical=True)
+DISK = Need("dependencies", "the state folder's disk", "", 0, critical=True, jobs=())
+LEDGER = DISK._replace(name="the ledger")
+GROWTH = Need("connections", "", "", 0, critical=False, jobs=())
 
 
 def disk_answer(free_bytes: int, min_free_bytes: int) -> Answer:
@@ -6596,14 +6576,6 @@ def verdict_of(factors: Iterable[Factor]) -> Verdict:
     return WELL
 
 
-class Judgement(NamedTuple):
-    """What follows from a check."""
-
-    verdict: Verdict
-    told: str  # a line for people; empty if nothing changed
-    next_s: float  # when to check again, on the clock that was given
-
-
 class HealthMonitor:
     """Makes of one check after another a verdict that does not flap."""
 
@@ -6614,8 +6586,8 @@ class HealthMonitor:
         self._since_well = 0
         self.verdict = WELL  # the newest
 
-    def judge(self, factors: Sequence[Factor], now_s: float) -> Judgement:
-        """Take one check's factors up; the clock is any that nobody sets."""
+    def judge(self, factors: Sequence[Factor]) -> str:
+        """Take one check's factors up; return a line for people, empty if nothing changed."""
         before, paused = set(self._bad), self.verdict.pause
         for factor in factors:
             self._take(factor)
@@ -6623,26 +6595,23 @@ class HealthMonitor:
         well_now = not any(factor.state == Wellness.BAD for factor in factors)
         self._since_well = 0 if well_now else self._since_well + 1
         changed = set(self._bad) != before or self.verdict.pause != paused
-        told = self._told(before, factors) if changed else ""
-        return Judgement(self.verdict, told, now_s + self._wait_s())
+        return self._told(before, factors) if changed else ""
 
     def _take(self, factor: Factor) -> None:
         """Let one factor become bad or good, if it was so often enough in a row."""
-        name, is_bad = factor.name, factor.state == Wellness.BAD
-        was_bad = name in self._bad
-        at_once = was_bad or factor.critical or factor.wanted
-        if is_bad and (at_once or self._next(name) >= self._health.bad_in_a_row):
-            self._bad[name], self._in_a_row[name] = factor, 0
-        elif was_bad and factor.state == Wellness.OK:
-            if self._next(name) >= self._health.good_in_a_row:
-                del self._bad[name]
-                self._in_a_row[name] = 0
-        elif not is_bad:
-            self._in_a_row[name] = 0
-
-    def _next(self, name: str) -> int:
-        self._in_a_row[name] += 1
-        return self._in_a_row[name]
+        name, is_bad, was_bad = factor.name, factor.state == Wellness.BAD, factor.name in self._bad
+        speaks_against = factor.state == Wellness.OK if was_bad else is_bad
+        self._in_a_row[name] = self._in_a_row[name] + 1 if speaks_against else 0
+        most = self._health.good_in_a_row if was_bad else self._health.bad_in_a_row
+        if was_bad and self._in_a_row[name] >= most:
+            del self._bad[name]
+        elif is_bad and (
+            was_bad or factor.critical or factor.wanted or self._in_a_row[name] >= most
+        ):
+            self._bad[name] = factor
+        else:
+            return
+        self._in_a_row[name] = 0
 
     def _told(self, before: set[str], factors: Sequence[Factor]) -> str:
         """Return the line for a change: what is bad now, or what is well again."""
@@ -6651,7 +6620,7 @@ class HealthMonitor:
         again = f"; well again: {said}" if well else ""
         return f"health: {self.verdict}: {self.verdict.why}{again}"
 
-    def _wait_s(self) -> float:
+    def wait_s(self) -> float:
         """Return how long to wait: seconds after a first bad check, then longer and longer."""
         health = self._health
         wait_s = health.check_interval_s
@@ -6682,33 +6651,23 @@ def growth(gauge: str, points: Sequence[tuple[int, int]]) -> Growth | None:
 
     `points` are an attempt's safe points, oldest first: the commit's number and what was used.
     """
-    from statistics import median  # only where leaks are looked for
-
     points = points[LEAK_WARM_UP:]
-    for count in reversed(LEAK_POINTS):
-        before, newest = [used for _, used in points[:-count]], points[-count:]
+    for count in LEAK_POINTS:
+        before, newest = points[:-count], points[-count:]
         values = [used for _, used in newest]
-        if len(newest) == count and _rises(values) and values[-1] > max(before, default=-1):
-            pairs = ((newest[i], newest[j]) for j in range(count) for i in range(j))
-            slope = median([(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs])
-            batches = newest[-1][0] - newest[0][0] + 1
-            if slope * batches >= LEAK_LEAST.get(gauge, 4):
-                return Growth(gauge, slope, batches)
+        highest = max((used for _, used in before), default=-1)
+        if len(values) == count and values[-1] > highest and _rises(values):
+            rose, batches = values[-1] - values[0], newest[-1][0] - newest[0][0]
+            if rose >= LEAK_LEAST.get(gauge, 4):
+                return Growth(gauge, rose / batches, batches + 1)
     return None
 
 
-def _rises(points: Sequence[int]) -> bool:
-    """Tell whether points rise: nearly all pairs in order, and as fast at the end as before."""
-    from statistics import median
-
-    count = len(points)
-    pairs = [(points[i], points[j]) for j in range(count) for i in range(j)]
-    up, down = sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)
-    if up - down < LEAK_ORDER * (up + down) or 3 * up < 2 * len(pairs):
-        return False
-    third = count // 3
-    first, middle, last = (median(points[n * third : (n + 1) * third]) for n in range(3))
-    return last - middle >= (middle - first) / 2
+def _rises(values: Sequence[int]) -> bool:
+    """Tell whether values rise by more than chance, and as fast at the end as before."""
+    rose, half = values[-1] - values[0], values[len(values) // 2] - values[0]
+    squares = sum((after - before) ** 2 for before, after in pairwise(values))
+    return rose > 0 and rose * rose >= LEAK_CHANCE * squares and 3 * half <= 2 * rose
 
 
 # -- probes: the process that asks ---------------------------------------------------------------
@@ -6725,6 +6684,11 @@ class Question(NamedTuple):
     headers: dict[str, str]
     body: str
 
+    @property
+    def silence(self) -> str:
+        """What is said if no answer comes."""
+        return f"gives no answer within {self.timeout_s:g} s"
+
 
 class Unwell(Exception):
     """An answer came back, and it was not the right one; says which."""
@@ -6736,43 +6700,39 @@ class NotAsked(Exception):
 
 def probe_main() -> None:
     """Answer the questions in the file handed over, a line of JSON each; end the whole group."""
-    import queue
     import threading
 
-    host, answers = Host(), queue.SimpleQueue[Answer]()
+    host, pen = Host(), threading.Lock()
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     signal.pthread_sigmask(signal.SIG_SETMASK, set())  # a supervisor blocks its stops
     host.ask_for_signal_at_parents_death()
+
+    def tell(answer: Answer) -> None:
+        with pen:
+            write_line(1, json.dumps(answer))
+
+    def ask(question: Question) -> None:
+        tell(answer_to(question, host))
+
     try:
         with os.fdopen(int(sys.argv[1])) as file:
             questions = [Question(*row) for row in json.load(file)]
         began = host.monotonic()
-        for question in questions:
-            work = functools.partial(_answer_into, answers.put, question, host)
-            threading.Thread(target=work, daemon=True).start()
-        waiting = {question.name: question for question in questions}
-        while waiting:
-            late_s = began + min(question.timeout_s for question in waiting.values())
-            with contextlib.suppress(queue.Empty):
-                answer = answers.get(timeout=max(late_s - host.monotonic(), 0))
-                if waiting.pop(answer.name, None):
-                    write_line(1, json.dumps(answer))
-            passed_s = host.monotonic() - began
-            for each in [each for each in waiting.values() if each.timeout_s <= passed_s]:
-                write_line(1, json.dumps(no_answer(waiting.pop(each.name), passed_s)))
+        questions.sort(key=attrgetter("timeout_s"))
+        asking = [threading.Thread(target=ask, args=(q,), daemon=True) for q in questions]
+        for thread in asking:
+            thread.start()
+        for question, thread in zip(questions, asking, strict=True):
+            thread.join(max(began + question.timeout_s - host.monotonic(), 0))
+            if thread.is_alive():
+                passed_s = host.monotonic() - began
+                tell(Answer(question.name, Wellness.BAD, question.silence, passed_s))
     finally:
         os.killpg(0, signal.SIGKILL)  # commands that hang, and this process
 
 
-def no_answer(question: Question, elapsed_s: float) -> Answer:
-    """Return the answer of a probe that gave none."""
-    return Answer(
-        question.name, Wellness.BAD, f"gives no answer within {question.timeout_s:g} s", elapsed_s
-    )
-
-
-def _answer_into(put: Callable[[Answer], object], question: Question, host: Host) -> None:
-    """Ask one question and put the answer where it is waited for, whatever happens."""
+def answer_to(question: Question, host: Host) -> Answer:
+    """Ask one question and return the answer, whatever happens."""
     began, peers = host.monotonic(), list[Peer]()
     for secret in question.headers.values():
         remember_secret(secret)
@@ -6782,13 +6742,13 @@ def _answer_into(put: Callable[[Answer], object], question: Question, host: Host
     try:
         state, why = Wellness.OK, ask(question, peers)
     except TimeoutError:
-        state, why = no_answer(question, 0)[1:3]
+        state, why = Wellness.BAD, question.silence
     except (NotAsked, ImportError) as error:
         state, why = Wellness.UNKNOWN, f"cannot be asked: {error}"
     except BaseException as error:  # noqa: BLE001 - a driver may raise anything
         state, why = Wellness.BAD, _said_why(error)
     why = mask_secrets(" ".join(why.split()))[:300]
-    put(Answer(question.name, state, why, host.monotonic() - began, [*dict.fromkeys(peers)]))
+    return Answer(question.name, state, why, host.monotonic() - began, [*dict.fromkeys(peers)])
 
 
 def _said_why(error: BaseException) -> str:
@@ -7022,10 +6982,11 @@ class Inquiry:
     def _take(self, piece: bytes) -> None:
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
-            name, state, why, elapsed_s, peers, _ = json.loads(line)
+            name, state, why, elapsed_s, peers = json.loads(line)
             found = tuple(Peer(*peer) for peer in peers)
-            self.answers[name] = Answer(name, Wellness(state), mask_secrets(why), elapsed_s, found)
-            self._waiting.pop(name, None)
+            if self._waiting.pop(name, None):  # the first word counts
+                why, state = mask_secrets(why), Wellness(state)
+                self.answers[name] = Answer(name, state, why, elapsed_s, found)
 
     def _give_up(self, why: str) -> None:
         for name in self._waiting:
@@ -7053,12 +7014,6 @@ class Inquiry:
         finally:
             self.end()
         return self.answers
-
-
-def with_connections(answers: Mapping[str, Answer], usage: Usage | None) -> dict[str, Answer]:
-    """Return answers with the number of connections that a worker has to each."""
-    counts = usage.connections if usage else {}
-    return {name: each._replace(connections=counts.get(name)) for name, each in answers.items()}
 
 
 # -- on time -------------------------------------------------------------------------------------
@@ -7105,11 +7060,8 @@ class HealthWatch:
         now_s = self._host.monotonic()
         if now_s >= self._sample_s:
             self._sample_s = now_s + self._health.sample_interval_s
-            memory, usage = self._host.memory(worker), self._used(worker)
-            pressure = self._host.memory_pressure()
-            self._keep(
-                lambda: self._ledger.record_reading(run, generation, memory, usage, pressure)
-            )
+            seen = self._host.memory(worker), self._used(worker), self._host.memory_pressure()
+            self._keep(self._ledger.record_reading, run, generation, *seen)
         if self._inquiry is None and now_s >= self.due_s:
             self._began_s = now_s
             self._inquiry = Inquiry(self._needs, self._config.folder, self._host)
@@ -7140,42 +7092,30 @@ class HealthWatch:
             for need in self._needs
             if need.normal
         }
-        memory, usage = self._host.memory(worker), self._used(worker)
-        grown = self._grown(run, generation) if worker else None
-        factors = self._factors(memory, usage, with_connections(answers, usage), grown)
-        if worker is None:
-            factors = [each._replace(wanted=each.name != "memory") for each in factors]
-        now_s = self._host.monotonic()
-        judged = self._monitor.judge(factors, now_s)
-        self.due_s = judged.next_s
+        factors = self._factors(worker, answers, self._grown(run, generation) if worker else None)
+        told, now_s = self._monitor.judge(factors), self._host.monotonic()
+        self.due_s = now_s + self._monitor.wait_s()
         found = {factor.name: str(factor) for factor in factors}
-        verdict, why = str(judged.verdict), judged.verdict.why
-        self._keep(
-            lambda: self._ledger.record_health_check(
-                run, generation, found, verdict, why, now_s - self._began_s
-            )
-        )
-        if judged.told:
-            self._tell(run, SAID, judged.told)
+        judged = found, str(self.verdict), self.verdict.why, now_s - self._began_s
+        self._keep(self._ledger.record_health_check, run, generation, *judged)
+        if told:
+            self._tell(run, SAID, told)
 
     def _factors(
-        self,
-        memory: Memory | None,
-        usage: Usage | None,
-        answers: Mapping[str, Answer],
-        grown: Growth | None,
+        self, worker: int | None, answers: Mapping[str, Answer], grown: Growth | None
     ) -> list[Factor]:
-        free_bytes = self._host.free_bytes(self._config.state)
-        own = [(DISK, disk_answer(free_bytes, self._config.min_free_bytes))]
-        own.append((LEDGER, self._of_ledger))
+        config, health, usage = self._config, self._health, self._used(worker)
         pairs = [(need, answers[need.name]) for need in self._needs]
-        databases = [pair for pair in pairs if pair[0].factor == "connections"]
-        others = [pair for pair in pairs if pair[0].factor == "dependencies"]
-        return [
-            memory_factor(memory, usage, self._health, self._job.max_rss_bytes),
-            connections_factor(databases, self._health, str(grown or "")),
-            dependencies_factor(others + own, self._health),
+        disk = disk_answer(self._host.free_bytes(config.state), config.min_free_bytes)
+        pairs += [(DISK, disk), (LEDGER, self._of_ledger)]
+        if grown:
+            pairs.append((GROWTH, Answer("", Wellness.BAD, str(grown))))
+        of_needs = [
+            needs_factor(name, pairs, health, usage)._replace(wanted=worker is None)
+            for name in ("connections", "dependencies")
         ]
+        left, most_bytes = self._host.memory(worker), self._job.max_rss_bytes
+        return [memory_factor(left, usage, health, most_bytes), *of_needs]
 
     def _grown(self, run: Run, generation: int) -> Growth | None:
         """Name what leaks, once a gauge and attempt; return the growth of connections, if any."""
@@ -7188,13 +7128,13 @@ class HealthWatch:
         return found.get("connections")
 
     def _tell(self, run: Run, what: str, line: str) -> None:
-        self._keep(lambda: self._ledger.note("health", what, line, run=run))
+        self._keep(functools.partial(self._ledger.note, "health", what, line, run=run))
 
-    def _keep(self, record: Callable[[], object]) -> None:
+    def _keep(self, record: Callable[..., object], *what: object) -> None:
         """Record something; a ledger that cannot be written is a finding of the next check."""
         self._of_ledger = Answer(LEDGER.name, Wellness.OK, "")
         try:
-            record()
+            record(*what)
         except OutcomeUnknown:
             raise
         except (StateDirectoryError, Busy) as error:
@@ -7212,61 +7152,69 @@ class Examined(NamedTuple):
     state: Wellness
     answer: str
     means: str
-    elapsed_s: float
-    todo: str = ""  # what to type if it is not well
+    elapsed_s: float = 0.0
+    todo: str = ""  # what to type, or to do, if it is not well
 
 
-def examine(state: StateDirectory, config: Config, job: str | None, host: Host) -> list[Examined]:
-    """Run every probe and gauge once: what a job needs, or what any does. Changes nothing."""
-    health, needs, rows = config.health, config.health.needs_of(job), list[Examined]()
-    clock = host.monotonic
-
-    def add(name: str, what: str, means: str, began: float, factor: Factor, todo: str = "") -> None:
-        elapsed_s = round(clock() - began, 6)  # the arguments are made in their order
-        rows.append(Examined(name, what, factor.state, factor.why, means, elapsed_s, todo))
-
-    least = f"below {size_text(health.min_available_bytes)} (min_available)"
+def examine_host(state: StateDirectory, config: Config, host: Host) -> Iterator[Examined]:
+    """Look at memory, the state directory and the ledger; changes nothing."""
+    memory = memory_factor(host.memory(), None, config.health)
+    least = f"below {size_text(config.health.min_available_bytes)} (min_available)"
     means = f"{least} memory is bad, below a quarter of it critical"
-    add("memory", "memory", means, clock(), memory_factor(host.memory(), None, health))
+    todo = "ps -eo pid,rss,args --sort=-rss | head" * (memory.state != Wellness.OK)
+    yield Examined("memory", "memory", memory.state, memory.why, means, todo=todo)
+    per_cent = host.memory_pressure()
+    found = "not told by this kernel" if per_cent is None else f"{per_cent:g} % in the last 10 s"
     means = "how much somebody waits for memory; it is recorded and not judged"
-    add("pressure", "memory pressure", means, clock(), _pressure(host.memory_pressure()))
+    yield Examined("pressure", "memory pressure", Wellness.OK, found, means)
+    fit, found, todo = Wellness.OK, "is not there yet; a first run makes it", ""
+    try:
+        state.require_fit(create=False, starts=True)
+        state.open_ledger(create=False, write=False).close()
+        found = state.warning() or "can be used"
+    except NotFound:
+        pass
+    except BatchrunError as error:
+        fit, found, todo = Wellness.BAD, error.what, error.todo.removeprefix("Type: ")
     means = "without it no run starts, and one that runs is paused at once"
-    add("state", f"state {state.path}", means, clock(), *_fitness(state))
-    answers, usage = Inquiry(needs, config.folder, host).wait(), None
-    ends = {need.name: answers[need.name].peers for need in needs if need.normal}
+    yield Examined("state", f"state {state.path}", fit, found, means, todo=todo)
+
+
+def examine_needs(
+    state: StateDirectory, config: Config, job: str | None, host: Host
+) -> Iterator[Examined]:
+    """Ask once for what a job needs, or any does, and how its worker stands; changes nothing."""
+    needs, usage = config.health.needs_of(job), None
+    answers = Inquiry(needs, config.folder, host).wait()
     if job and (worker := _living_worker(state, job, host)):
-        began, usage = clock(), host.usage(worker, ends)
-        factor = Factor("worker", Wellness.OK, usage_text(usage) if usage else "is gone")
+        ends = {need.name: answers[need.name].peers for need in needs if need.normal}
+        began, usage = host.monotonic(), host.usage(worker, ends)
+        said, took_s = usage_text(usage) if usage else "is gone", host.monotonic() - began
         means = "growth from safe point to safe point is a leak"
-        add("worker", f"worker {worker}", means, began, factor)
-    answers = with_connections(answers, usage)
+        yield Examined("worker", f"worker {worker}", Wellness.OK, said, means, round(took_s, 6))
     for need in needs:
-        _, found, why, elapsed_s, *_ = _counted(need, answers[need.name])
-        means, took_s = _consequence(need, found, health), round(elapsed_s, 6)
-        rows.append(Examined(need.name, asked(need), found, why, means, took_s))
-    jobs = [each for name, each in config.jobs.items() if job in (None, name)]
-    return rows + [row for each in jobs for row in slow_batches(state, each)]
+        answer = with_count(need, answers[need.name], usage)
+        yield examined(need, answer, _consequence(need, answer.state, config.health), config)
+
+
+def examined(need: Need, answer: Answer, means: str, config: Config) -> Examined:
+    """Return what came back from asking for a need, and what it means."""
+    about, elapsed_s = asked(need), round(answer.elapsed_s, 6)
+    todo = f"see to it, or correct its entry in {config.path}" * (answer.state != Wellness.OK)
+    return Examined(need.name, about, answer.state, answer.why, means, elapsed_s, todo)
 
 
 def slow_batches(state: StateDirectory, job: JobConfig) -> Iterator[Examined]:
     """Yield a warning if a stop of a job would often interrupt a batch."""
-    with (
-        contextlib.suppress(BatchrunError),
-        state.reading() as ledger,
-    ):
+    with contextlib.suppress(BatchrunError), state.reading() as ledger:
         run = ledger.latest(job.name)
         often_s = ledger.slow_batch_s(run)
         if often_s > job.stop_grace_s:
             why = f"one of 20 takes {often_s:.3g} s or more; stop_grace is {job.stop_grace_s:g} s"
-            means = (
-                "a stop interrupts such a batch, which is done again: smaller ones, or more time"
-            )
-            yield Examined(job.name, f"batches of {job.name}", Wellness.BAD, why, means, 0.0)
-
-
-def _pressure(per_cent: float | None) -> Factor:
-    found = "not told by this kernel" if per_cent is None else f"{per_cent:g} % in the last 10 s"
-    return Factor("pressure", Wellness.OK, found)
+            means = "a stop interrupts such a batch, which is done again"
+            todo = f"set a smaller batch_size or a longer stop_grace in [jobs.{job.name}]"
+            about = f"batches of {job.name}"
+            yield Examined(job.name, about, Wellness.BAD, why, means, todo=todo)
 
 
 def _consequence(need: Need, state: Wellness, health: HealthConfig) -> str:
@@ -7278,25 +7226,9 @@ def _consequence(need: Need, state: Wellness, health: HealthConfig) -> str:
     return f"while it is bad, {need.factor} is bad: {follows}"
 
 
-def _fitness(state: StateDirectory) -> tuple[Factor, str]:
-    """Judge the state directory and the ledger in it; return what to type, too."""
-    try:
-        state.require_fit(create=False, starts=True)
-        state.open_ledger(create=False, write=False).close()
-    except NotFound:
-        return Factor("state", Wellness.OK, "is not there yet; a first run makes it"), ""
-    except BatchrunError as error:
-        todo = error.todo.removeprefix("Type: ")
-        return Factor("state", Wellness.BAD, error.what, critical=True), todo
-    return Factor("state", Wellness.OK, state.warning() or "can be used"), ""
-
-
 def _living_worker(state: StateDirectory, job: str, host: Host) -> int | None:
     """Return the pid of the worker of a job's run that goes on now."""
-    with (
-        contextlib.suppress(BatchrunError),
-        state.reading() as ledger,
-    ):
+    with contextlib.suppress(BatchrunError), state.reading() as ledger:
         run = ledger.unfinished(job)
         attempt = run and ledger.last_attempt(run)
         if attempt and attempt.worker and host.is_alive(attempt.worker):
@@ -10921,8 +10853,16 @@ def cannot_agree(found: Found, why: str, path: Path) -> PersonNeeded:
         why=f"Found {held}; in the ledger: commit {run.number} of generation {run.generation}."
         f" Known to be lost: {lost}.",
         unchanged="Nothing was changed.",
-        todo="Put the right files back from a backup, or see: batchrun repair",
+        todo=way_out(found),
     )
+
+
+def way_out(found: Found) -> str:
+    """Return what to do about what a start refuses: a repair needs a file that names the run."""
+    file, run = found.checkpoint, found.run
+    can_repair = file is not None and (file.job, file.run) == (run.job, run.id)
+    way = "see: batchrun repair" if can_repair else f"begin anew: batchrun run {run.job} --fresh"
+    return f"Put the right files back from a backup, or {way}"
 
 
 def require_witnesses_known(ledger: Ledger, store: CheckpointStore) -> None:
@@ -10949,25 +10889,23 @@ def retire_witnesses(ledger: Ledger, store: CheckpointStore) -> None:
 
 def check(
     ledger: Ledger, store_of: Callable[[str], CheckpointStore], jobs: Container[str]
-) -> list[Finding]:
-    """Return what is wrong with ledger, checkpoints and marks; changes nothing."""
-    findings = []
-    damage = ledger.damage()
-    if damage:
-        return [Finding(f"the ledger {ledger.path} is damaged", damage, "batchrun repair")]
+) -> Iterator[Finding]:
+    """Yield what is wrong with ledger, checkpoints and marks; changes nothing."""
+    if damage := ledger.damage():
+        yield Finding(f"the ledger {ledger.path} is damaged", damage, "batchrun repair")
+        return
     log_bytes = ledger.log_bytes()
     if log_bytes > LOG_LIMIT_BYTES:
         what = f"the ledger's log has grown to {log_bytes // 1_000_000} MB"
         why = "a process that reads the ledger without end keeps it from being reused"
-        findings.append(Finding(what, why, f"fuser -v {ledger.path}"))
-    findings += [stuck_cleanup(ledger, cleanup) for cleanup in ledger.stuck_cleanups()]
+        yield Finding(what, why, f"fuser -v {ledger.path}")
+    for cleanup in ledger.stuck_cleanups():
+        yield stuck_cleanup(ledger, cleanup)
     for run in ledger.latest_of_each_job():
-        findings += check_run(ledger, store_of(run.job), run)
+        yield from check_run(ledger, store_of(run.job), run)
         if run.job not in jobs and not run.finished:
             what = f"run {run.id} of {run.job} is unfinished, and the job is configured no more"
-            todo = f"batchrun cancel {run.id}"
-            findings.append(Finding(what, "nothing goes on with it", todo))
-    return findings
+            yield Finding(what, "nothing goes on with it", f"batchrun cancel {run.id}")
 
 
 def gaps_of(ledger: Ledger, run: Run) -> list[tuple[str, Event | None]]:
@@ -11001,46 +10939,53 @@ def stuck_cleanup(ledger: Ledger, cleanup: Cleanup) -> Finding:
     return Finding(what, why, todo)
 
 
-def check_run(ledger: Ledger, store: CheckpointStore, run: Run) -> list[Finding]:
-    """Return what is wrong with one run: its chain of commits, its checkpoint, its marks."""
+def check_run(ledger: Ledger, store: CheckpointStore, run: Run) -> Iterator[Finding]:
+    """Yield what is wrong with one run: its chain of commits, its checkpoint, its marks."""
     name = f"run {run.id} of {run.job}"
-    findings = [
-        Finding(f"{name}: {gap}", "they were lost", f"batchrun report {run.id}")
-        for gap, known in gaps_of(ledger, run)
-        if not known
-    ]
+    for gap, known in gaps_of(ledger, run):
+        if not known:
+            yield Finding(f"{name}: {gap}", "they were lost", f"batchrun report {run.id}")
     newest = ledger.commit_row(run, run.number)
     if newest is not None and newest.hash != run.hash:
-        what, why = f"{name}: its newest commit", "the ledger's row has another hash"
-        findings.append(Finding(what, why, "batchrun repair"))
+        what = f"{name}: the row of its newest commit has another hash than the run"
+        why = "only an older checkpoint, if one is put back, would be judged by it"
+        yield Finding(what, why, f"batchrun {'report' if run.finished else 'resume'} {run.id}")
     try:
         found = look(ledger, store, run)
     except NewerFormat as error:
-        return [*findings, Finding(f"{name}: {error.what}", error.why, error.todo)]
-    action, why = verdict(found)
-    if action == Action.REFUSE:
-        findings.append(Finding(f"{name}: {why}", found.broken, "batchrun repair"))
-    elif action in (Action.FORWARD, Action.REWRITE) and not run.finished:
-        findings.append(Finding(f"{name}: {why}", found.broken, f"batchrun resume {run.id}"))
-    stands = parse_checkpoint(run.checkpoint)[0] if run.checkpoint else found.checkpoint
+        yield Finding(f"{name}: {error.what}", error.why, error.todo)
+        return
+    yield from check_found(name, found)
+    stands = parse_checkpoint(found.copy)[0] if found.copy else None
     if found.checkpoint is not None and found.ahead >= 0:
         stands = found.checkpoint
     if stands is not None:
-        findings += check_marks(ledger, run, stands)
-    return findings
+        yield from check_marks(ledger, run, stands)
 
 
-def check_images(ledger: Ledger, state: StateDirectory) -> list[Finding]:
-    """Return which images a rollback could not read, by their headers and sizes alone."""
-    findings = []
+def check_found(name: str, found: Found) -> Iterator[Finding]:
+    """Yield what a start of a run would refuse, or repair."""
+    action, why = verdict(found)
+    if action == Action.REFUSE:
+        yield Finding(f"{name}: {why}", found.broken, way_out(found))
+    elif found.run.finished:
+        return
+    elif action in (Action.FORWARD, Action.REWRITE):
+        yield Finding(f"{name}: {why}", found.broken, f"batchrun resume {found.run.id}")
+    elif found.run.checkpoint and not found.copy:
+        what = f"{name}: the ledger's copy of its checkpoint is not valid"
+        yield Finding(what, "its next commit makes it anew", f"batchrun resume {found.run.id}")
+
+
+def check_images(ledger: Ledger, state: StateDirectory) -> Iterator[Finding]:
+    """Yield which images a rollback could not read, by their headers and sizes alone."""
     for run, images in ledger.images_needed():
         for _, name in images:
             try:
                 state.images(run).look(name)
             except BatchrunError as error:
                 todo = "put that file back from a backup; only a rollback needs it"
-                findings.append(Finding(error.what, error.why, todo))
-    return findings
+                yield Finding(error.what, error.why, todo)
 
 
 def installed_job(config: Config, job_config: JobConfig) -> Job:
@@ -11051,21 +10996,19 @@ def installed_job(config: Config, job_config: JobConfig) -> Job:
         return load_job(job_config)
 
 
-def check_rollbacks(config: Config) -> list[Finding]:
-    """Return which critical jobs have no rollback; imports their files."""
-    findings = []
-    for job_config in config.jobs.values():
+def check_rollbacks(config: Config) -> Iterator[Finding]:
+    """Yield which critical jobs have no rollback; imports their files."""
+    for job_config in (each for each in config.jobs.values() if each.critical):
         try:
-            lacks = job_config.critical and installed_job(config, job_config).rollback is None
+            job = installed_job(config, job_config)
         except BatchrunError as error:
             what = f"whether the critical job {job_config.name} has a rollback is unknown"
-            findings.append(Finding(what, error.what, error.todo))
+            yield Finding(what, error.what, error.todo or "batchrun jobs")
         else:
-            what = f"the critical job {job_config.name} has no rollback"
-            why = "a run of it cannot be taken back"
-            todo = f"add @job(rollback=...) in {job_config.path}"
-            findings += [Finding(what, why, todo)] * lacks
-    return findings
+            if job.rollback is None:
+                what = f"the critical job {job_config.name} has no rollback"
+                todo = f"add @job(rollback=...) in {job_config.path}"
+                yield Finding(what, "a run of it cannot be taken back", todo)
 
 
 def look_at_rollback(
@@ -11089,22 +11032,18 @@ def look_at_rollback(
             unchanged="Nothing was undone.",
             todo="Put them back in the configuration, then type this again.",
         )
-    store, size = state.images(run), 0
-    for batch in ledger.batches_of(rollback):
-        if batch.images:
-            size += sum(map(len, store.lines(batch.images)))
-    return size
+    images = [batch.images for batch in ledger.batches_of(rollback) if batch.images]
+    return sum(len(line) for each in images for line in state.images(run).lines(each))
 
 
 TARGET = "target"  # an event whose `why` is a loop and the SQLite file that has its mark
 
 
-def check_marks(ledger: Ledger, run: Run, checkpoint: Checkpoint) -> list[Finding]:
+def check_marks(ledger: Ledger, run: Run, checkpoint: Checkpoint) -> Iterator[Finding]:
     """Compare a checkpoint with the marks in the SQLite files that the run's workers wrote to.
 
     A target one commit ahead is a batch whose checkpoint was not renamed: going on adopts it.
     """
-    findings = []
     kept = dict(json.loads(event.why) for event in ledger.events(run, what=TARGET))
     for loop, path in kept.items():
         expected, number = checkpoint.marks.get(loop, 0), mark_in(Path(path), run.id, loop)
@@ -11112,22 +11051,16 @@ def check_marks(ledger: Ledger, run: Run, checkpoint: Checkpoint) -> list[Findin
             what = f"run {run.id} of {run.job}: the target {path} is not where the checkpoint is"
             has = "no mark" if number is None else f"the mark {number}"
             why = f"loop {loop!r} has {has} there, and {expected} in the checkpoint"
-            findings.append(Finding(what, why, "put back the target that belongs to the run"))
-    return findings
+            yield Finding(what, why, "put back the target that belongs to the run")
 
 
-def repairs(ledger: Ledger, store: CheckpointStore) -> list[tuple[str, Checkpoint]]:
-    """Return the checkpoints that the ledger contradicts and that could be adopted, with words."""
-    found = []
-    for checkpoint in readable_checkpoints(store):
-        run = ledger.run_with_id(checkpoint.run)
-        if run is None:
-            found.append(("the ledger does not know this run", checkpoint))
-            continue
-        action, why = verdict(look(ledger, store, run))
-        if action == Action.REFUSE:
-            found.append((why, checkpoint))
-    return found
+def contradiction(ledger: Ledger, store: CheckpointStore, checkpoint: Checkpoint) -> str:
+    """Return why a checkpoint and the ledger cannot both be true, or nothing."""
+    run = ledger.run_with_id(checkpoint.run)
+    if run is None:
+        return "the ledger does not know this run"
+    action, why = verdict(look(ledger, store, run))
+    return why if action == Action.REFUSE else ""
 
 
 def readable_checkpoints(store: CheckpointStore) -> list[Checkpoint]:
@@ -11216,12 +11149,10 @@ def require_loads(
     job = load_job(job_config)
     if run.rollback_of:
         job.undoing(run)
-    if version not in (None, job.version):
-        written = (
-            f"its checkpoint was written by version {cast('Checkpoint', checkpoint).job_version}"
-        )
+    if checkpoint is not None and version not in (None, job.version):
         raise PersonNeeded(
-            f"{written}, and version {version} is not installed.",
+            f"its checkpoint was written by version {checkpoint.job_version}, and version {version}"
+            " is not installed.",
             why=f"Only the resumes= of version {version}'s own file can say that it understands;"
             f" installed is version {job.version}.",
             todo=f"Ask again with that file installed, or keep version {job.version}.",
@@ -11243,15 +11174,17 @@ class Repair(NamedTuple):
 
 def find_repair(state: StateDirectory) -> Repair:
     """Return what has to be repaired, changing nothing."""
-    stores = state.stores()
+    found = [pair for store in state.stores() for pair in readable_checkpoints(store)]
+    adopt = list[tuple[str, Checkpoint]]()
     try:
         with state.reading() as ledger:
             lost = ledger.damage()
-            adopt = [] if lost else [pair for store in stores for pair in repairs(ledger, store)]
+            for checkpoint in found if not lost else ():
+                if why := contradiction(ledger, state.store(checkpoint.job), checkpoint):
+                    adopt.append((why, checkpoint))
     except PersonNeeded as error:
         lost = error.what
     if lost:
-        found = (checkpoint for store in stores for checkpoint in readable_checkpoints(store))
         adopt = [("the ledger is lost", checkpoint) for checkpoint in found]
     return Repair(lost, adopt)
 
@@ -11262,26 +11195,23 @@ def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path
     Raises:
         Busy: one of the jobs runs, or has run since the look; nothing was changed.
     """
-    checkpoints = [checkpoint for _, checkpoint in repair.adopt]
-    jobs = {c.job for c in checkpoints} | {store.folder.name for store in state.stores()}
     with contextlib.ExitStack() as held:
-        for lock in [JobLock(state.lock_path(job)) for job in sorted(jobs)]:
+        for store in state.stores():
+            lock = JobLock(state.lock_path(store.folder.name))
             if not lock.acquire():
                 what = "A job that is to be repaired runs right now."
                 raise Busy(what, unchanged="Nothing was changed.", todo="See: batchrun status")
             held.callback(lock.release)
-        return _repair_at_rest(state, repair, checkpoints, host)
+        return _repair_at_rest(state, repair, host)
 
 
-def _repair_at_rest(
-    state: StateDirectory, repair: Repair, checkpoints: list[Checkpoint], host: Host
-) -> list[Path]:
+def _repair_at_rest(state: StateDirectory, repair: Repair, host: Host) -> list[Path]:
     """Repair with all locks held: nothing moves any more."""
     now = find_repair(state)
     if now.lost != repair.lost or any(pair not in now.adopt for pair in repair.adopt):
         what = "Something ran since the look at what is to be repaired."
         raise Busy(what, unchanged="Nothing was changed.", todo="Look again: batchrun repair")
-    path = state.ledger_path
+    path, checkpoints = state.ledger_path, [checkpoint for _, checkpoint in repair.adopt]
     files = [beside(path, suffix) for suffix in ("", "-wal", "-shm")]
     stored = [state.store(c.job).path(c.run) for c in checkpoints]
     aside = set_aside(files + stored, state.path / "aside" / host.now().replace(":", ""))
@@ -11438,18 +11368,25 @@ Look = tuple[str, str, str, str]  # what was looked at, what was seen, what it m
 
 def doctor(state: StateDirectory, config: Config, job: str | None, host: Host) -> list[Examined]:
     """Look once at all that a run needs: health, machine, files, jobs; leave nothing behind."""
-    rows, clock = examine(state, config, job, host), host.monotonic
+    jobs = [each for name, each in config.jobs.items() if job in (None, name)]
+    slow = (row for each in jobs for row in slow_batches(state, each))
     looks = [look_at_machine(state, host), look_at_files(state, host)]
-    looks.append(look_at_telling(state, config, job, host))
-    looks += [
-        look_at_job(config, each, host) for n, each in config.jobs.items() if job in (None, n)
-    ]
-    began = clock()
-    for name, answer, means, todo in chain.from_iterable(looks):
-        well = Wellness.BAD if todo else Wellness.OK
-        rows.append(Examined(name, name, well, answer, means, round(clock() - began, 6), todo))
-        began = clock()
-    return rows
+    looks.append(look_at_telling(state, config, jobs, host))
+    looks += [look_at_job(config, each, host) for each in jobs]
+    rows = (
+        Examined(name, name, Wellness.BAD if todo else Wellness.OK, answer, means, todo=todo)
+        for name, answer, means, todo in chain.from_iterable(looks)
+    )
+    gauges, needs = examine_host(state, config, host), examine_needs(state, config, job, host)
+    return [*timed(gauges, host), *needs, *timed(chain(slow, rows), host)]
+
+
+def timed(rows: Iterable[Examined], host: Host) -> Iterator[Examined]:
+    """Yield rows with the time that each took."""
+    began = host.monotonic()
+    for row in rows:
+        yield row._replace(elapsed_s=round(host.monotonic() - began, 6))
+        began = host.monotonic()
 
 
 def look_at_machine(state: StateDirectory, host: Host) -> Iterator[Look]:
@@ -11531,7 +11468,7 @@ TICK_LATELY_S = 3600.0
 
 
 def look_at_telling(
-    state: StateDirectory, config: Config, job: str | None, host: Host
+    state: StateDirectory, config: Config, jobs: Iterable[JobConfig], host: Host
 ) -> Iterator[Look]:
     """Look who would not be told what: of a job that is late, of an alert, of how jobs stand."""
     at, untold = None, list[tuple[int, str, str]]()
@@ -11540,9 +11477,9 @@ def look_at_telling(
     if at is None or seconds_between(at, host.now()) >= TICK_LATELY_S:
         said = f"no tick was seen since {at}" if at else "no tick was ever seen"
         means = "nobody would notice: let batchrun resume --all run every five minutes, or set ping"
-        for name, each in config.jobs.items():
-            if each.expect_every_s and not each.ping and job in (None, name):
-                yield f"expect_every of {name}", said, means, "batchrun unit --tick"
+        for each in jobs:
+            if each.expect_every_s and not each.ping:
+                yield f"expect_every of {each.name}", said, means, "batchrun unit --tick"
     for alert, way, error in untold:
         means = "somebody does not know it; here every way is tried with a test"
         yield f"alert {alert} by {way}", error, means, "batchrun doctor --alerts"
@@ -11673,26 +11610,20 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
             why, todo = unknown_text(unknown), reconcile_line(run)
             return Standing(run.state, why, todo, needs_someone=True)
         return Standing(run.state, rolled_back_text(ledger, run), f"batchrun report {run.id}")
-    if run.state in OWNED or run.checks_at:
-        owned = owned_standing(run, ledger.last_attempt(run), host)
-        if owned is not None:
-            return owned
+    attempt = ledger.last_attempt(run)
+    if alive := owners_of(run, attempt, host):
+        return owned_standing(run, cast("Attempt", attempt), alive, host)
     if run.state in OWNED:
         words = last_error_of(ledger.path.parent / "logs" / run.job / f"{run.id}.log")
-        said = f"Its processes are gone; its log ends with: {words}"
-        why = said if words else GONE.format(run.id)
+        why = "Its processes are gone without a word: killed, or the machine was switched off."
+        why += f"\nWhat it did last: batchrun logs {run.id}"
+        why = f"Its processes are gone; its log ends with: {words}" if words else why
         run = run._replace(state=RunState.INTERRUPTED, reason="", error=why)
     elif run.checks_at:
         why = f"{run.error}\nNobody keeps it any more; the tick goes on with it."
         run = run._replace(error=why)
     reply = reply_to("tick", ledger, run)
     return Standing(run.state, *what_next(ledger, run), reply == Reply.GO_ON, reply == Reply.SKIP)
-
-
-GONE = (
-    "Its processes are gone without a word: killed, or the machine was switched off."
-    "\nWhat it did last: batchrun logs {}"
-)
 
 
 def last_error_of(log: Path) -> str:
@@ -11713,16 +11644,20 @@ def rolled_back_text(ledger: Ledger, run: Run) -> str:
     return "".join(f"rolled back to batch {r.rollback_to} by run {r.id}" for r in undone[-1:])
 
 
-def is_going_on(ledger: Ledger, run: Run, host: Host) -> bool:
-    """Tell whether a living process owns a run, or keeps it until it is well."""
-    return any(map(host.is_alive, owners_of(run, ledger.last_attempt(run))))
-
-
-def owners_of(run: Run, attempt: Attempt | None) -> list[ProcessIdentity]:
-    """Return the recorded owners of a run: supervisor and worker; none of one that rests."""
+def owners_of(run: Run, attempt: Attempt | None, host: Host) -> list[ProcessIdentity]:
+    """Return the living supervisor and worker that own a run, or keep it until it is well."""
     if attempt is None or not (run.state in OWNED or run.checks_at):
         return []
-    return [process for process in (attempt.supervisor, attempt.worker) if process]
+    owners = (attempt.supervisor, attempt.worker)
+    return [process for process in owners if process and host.is_alive(process)]
+
+
+def stopped_owner(owners: Iterable[ProcessIdentity], host: Host) -> tuple[str, str] | None:
+    """Return which owner is stopped, in words, and what to type; None if none is."""
+    for process in filter(host.is_stopped, owners):
+        why = f"Process {process.pid} is stopped (SIGSTOP, or a debugger)."
+        return why, f"kill -CONT {process.pid}"
+    return None
 
 
 def closed_standing(stands: Standing, *, closed: bool) -> Standing:
@@ -11731,11 +11666,6 @@ def closed_standing(stands: Standing, *, closed: bool) -> Standing:
         return stands
     why = f"{stands.why}\nMaintenance is on and closes the job: nothing of it starts.".strip()
     return stands._replace(why=why, todo=f"batchrun maintenance off && {stands.todo}")
-
-
-def never_run(job: str) -> Standing:
-    """Return how a job stands that has never run."""
-    return Standing(RunState.WAITING, "", f"batchrun run {job}")
 
 
 # What is asked of a run that goes on -> what to type next.
@@ -11747,26 +11677,21 @@ NEXT_WHILE_ASKED: dict[str | None, str] = {
 }
 
 
-def owned_standing(run: Run, attempt: Attempt | None, host: Host) -> Standing | None:
-    """Return how a run stands that some process owns; None if it owned it until it died."""
-    owners = [attempt.supervisor, attempt.worker] if attempt else []
-    alive = [process for process in owners if process and host.is_alive(process)]
-    if not alive:
-        return None
-    for process in alive:
-        if host.is_stopped(process):
-            why = f"Process {process.pid} is stopped (SIGSTOP, or a debugger)."
-            return Standing(run.state, why, f"kill -CONT {process.pid}", needs_someone=True)
-    if alive[0] == owners[0]:
-        waits = attempt is not None and attempt.may_be_followed
-        why = f"{attempt.error}\nAnother attempt follows." if attempt and waits else ""
-        if run.checks_at:
-            why = kept_text(run, alive, host)
-        if run.request:
-            why = f"{why}\nIt stops at its next safe point: {run.request} is asked for.".strip()
-        return Standing(run.state, why, NEXT_WHILE_ASKED[run.request].format(run.id))
-    why = f"Its supervisor is gone; worker {alive[0].pid} commits its last batch and leaves."
-    return Standing(run.state, why, f"batchrun resume {run.id}", is_due=True)
+def owned_standing(
+    run: Run, attempt: Attempt, alive: Sequence[ProcessIdentity], host: Host
+) -> Standing:
+    """Return how a run stands that living processes own."""
+    if held := stopped_owner(alive, host):
+        return Standing(run.state, *held, needs_someone=True)
+    if alive[0] != attempt.supervisor:
+        why = f"Its supervisor is gone; worker {alive[0].pid} commits its last batch and leaves."
+        return Standing(run.state, why, f"batchrun resume {run.id}", is_due=True)
+    why = f"{attempt.error}\nAnother attempt follows." if attempt.may_be_followed else ""
+    if run.checks_at:
+        why = kept_text(run, alive, host)
+    if run.request:
+        why = f"{why}\nIt stops at its next safe point: {run.request} is asked for.".strip()
+    return Standing(run.state, why, NEXT_WHILE_ASKED[run.request].format(run.id))
 
 
 def stalled(ledger: Ledger, job: JobConfig, run: Run | None, host: Host) -> Finding | None:
@@ -11777,21 +11702,19 @@ def stalled(ledger: Ledger, job: JobConfig, run: Run | None, host: Host) -> Find
     attempt = ledger.last_attempt(run) if run and run.state in OWNED else None
     if run is None or attempt is None or not job.stalled_after_s:
         return None
-    owners = [each for each in (attempt.worker, attempt.supervisor) if each]
-    alive = [process for process in owners if host.is_alive(process)]
-    frozen = [process for process in alive if host.is_stopped(process)]
+    alive = owners_of(run, attempt, host)
+    held = stopped_owner(alive[::-1], host)  # the worker first
     newest = ledger.commit_row(run, run.number)
     quiet_s = seconds_between(max(attempt.began_at, newest.at if newest else ""), host.now())
     slow_s = ledger.slow_batch_s(run) or ledger.slow_batch_s(ledger.last_success(job.name))
     limit_s = max(job.stalled_after_s, 10 * slow_s)
-    if quiet_s <= limit_s or not (frozen or attempt.worker in alive):
+    if quiet_s <= limit_s or not (held or attempt.worker in alive):
         return None
     what = f"no commit for {duration_text(quiet_s)}, at most {duration_text(limit_s)} is usual"
-    if frozen:
-        why = f"Process {frozen[0].pid} is stopped (SIGSTOP, or a debugger)."
-        return Finding(what, why, f"kill -CONT {frozen[0].pid}")
-    why = f"Worker {alive[0].pid} lives. Once it is killed its batch is done again."
-    return Finding(what, why, f"kill -KILL {alive[0].pid}")
+    if held:
+        return Finding(what, *held)
+    why = f"Worker {alive[-1].pid} lives. Once it is killed its batch is done again."
+    return Finding(what, why, f"kill -KILL {alive[-1].pid}")
 
 
 def late(ledger: Ledger, job: JobConfig, host: Host, lockfile: Lockfile | None) -> str:
@@ -11803,12 +11726,12 @@ def late(ledger: Ledger, job: JobConfig, host: Host, lockfile: Lockfile | None) 
     age_s = seconds_between(since, host.now())
     if age_s <= job.expect_every_s:
         return ""
-    every = f"one is expected every {duration_text(job.expect_every_s)}"
-    closed = lockfile and closes(lockfile.scopes, job.name, job.tags)
-    never = ", it never had one" * (success is None)
-    return f"no success for {duration_text(age_s)}, {every}{never}" + (
-        f"; maintenance is on, by {lockfile.by}" if lockfile and closed else ""
-    )
+    every = duration_text(job.expect_every_s)
+    words = f"no success for {duration_text(age_s)}, one is expected every {every}"
+    words += ", it never had one" * (success is None)
+    if lockfile and closes(lockfile.scopes, job.name, job.tags):
+        words += f"; maintenance is on, by {lockfile.by}"
+    return words
 
 
 def kept_text(run: Run, owners: Sequence[ProcessIdentity], host: Host) -> str:
@@ -13017,10 +12940,11 @@ def sent_tests(config: Config, job: str | None, host: Host) -> Iterator[Examined
     answers = Inquiry(needs, config.folder, host).wait()
     for need in needs:
         answer, means = answers[need.name], "an alert that does not arrive is tried again"
-        yield Examined(need.name, asked(need), answer.state, answer.why, means, answer.elapsed_s)
+        yield examined(need, answer, means, config)
     if not needs:
         means = "only exit codes, status and metrics tell"
-        yield Examined("alerts", "[alerts]", Wellness.UNKNOWN, "names no way", means, 0.0)
+        todo, unknown = f"add [alerts] to {config.path}", Wellness.UNKNOWN
+        yield Examined("alerts", "[alerts]", unknown, "names no way", means, todo=todo)
 
 
 # -- one job's run, from a start to its rest -----------------------------------------------------
@@ -15271,7 +15195,7 @@ def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
     """Return what the screen about one run has beyond its line in the table."""
     attempts, times = ledger.attempts(run), ledger.batch_times(run)
     last = ledger.commit_row(run, run.number)
-    owners = [p for p in owners_of(run, attempts[-1] if attempts else None) if host.is_alive(p)]
+    owners = owners_of(run, attempts[-1] if attempts else None, host)
     cleanups = ledger.cleanups(run)
     pending = sum(cleanup.done_at is None for cleanup in cleanups)
     counted = {"done": len(cleanups) - pending, "PENDING": pending}
@@ -16840,7 +16764,8 @@ def stand(
     """Return how one job, or a run by its id, stands."""
     run = ledger.latest(name) if name in app.config.jobs else app.find_run(ledger, name)
     job = run.job if run else name
-    stands = standing(ledger, run, app.host) if run else never_run(job)
+    never = Standing(RunState.WAITING, "", f"batchrun run {job}")
+    stands = standing(ledger, run, app.host) if run else never
     known, success = app.config.jobs.get(job), ledger.last_success(job)
     closed = lockfile is not None and closes(lockfile.scopes, job, known.tags if known else ())
     made = summarise_job(
@@ -16866,7 +16791,7 @@ def screen_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
     Of one that rests its job's file is imported to know that, if it is this user's own.
     """
     leaks, obstacles = [event.why for event in ledger.events(run, what=LEAK)], list[str]()
-    if run.finished or is_going_on(ledger, run, app.host):
+    if run.finished or owners_of(run, ledger.last_attempt(run), app.host):
         return {"leaks": leaks}
     with contextlib.suppress(OSError):
         if holders := JobLock(app.state.lock_path(run.job)).owners(app.host):
@@ -16988,7 +16913,7 @@ def log_lines(app: App, name: str, *, follow: bool) -> Iterator[LogLine]:
         with app.ledger(write=False) as ledger:  # never kept open: that would keep the WAL
             run = app.find_run(ledger, name)
             events = ledger.events(run, after=seen)
-            goes_on = follow and is_going_on(ledger, run, app.host)
+            goes_on = follow and bool(owners_of(run, ledger.last_attempt(run), app.host))
         name, seen = run.id, events[-1].id if events else seen
         log = log or LogFile(app.state.log_path(run), run.created_at)
         lines = log.new_lines(to_end=not goes_on)
@@ -17329,7 +17254,7 @@ def answered_text(ledger: Ledger, run: Run, host: Host) -> str:
 def check_command(app: App) -> Result:
     """Compare ledger, checkpoints, marks and images; changes nothing."""
     with app.ledger(write=False) as ledger:
-        findings = check(ledger, app.state.store, app.config.jobs)
+        findings = [*check(ledger, app.state.store, app.config.jobs)]
         findings += [*check_images(ledger, app.state), *check_rollbacks(app.config)]
         for store in app.state.stores():
             require_witnesses_known(ledger, store)
@@ -17625,7 +17550,7 @@ def doctor_command(app: App, *, job: str | None, alerts: bool) -> Result:
 )
 def backup_command(app: App, *, file: str, force: bool) -> Result:
     """Copy the ledger while jobs run, and verify the copy."""
-    app.state.require_owner()
+    app.state.require_fit(create=False)
     path = Path(file).absolute()
     with app.ledger(write=False) as ledger:
         size = back_up(app.state, ledger, path, force=force)

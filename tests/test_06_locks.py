@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, wait_for
@@ -113,6 +114,22 @@ def test_an_owner_whose_lock_file_was_taken_away_notices(path: Path, *, replaced
     assert second.acquire()  # which is why the ledger's generation decides who may write
     second.release()
     lock.release()
+
+
+def test_a_lock_whose_file_is_replaced_in_the_moment_it_is_taken_is_given_up(path: Path) -> None:
+    class Raced(JobLock):
+        def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401 - any attribute
+            super().__setattr__(name, value)
+            if name == "descriptor" and value >= 0:
+                path.unlink()
+                path.touch()
+
+    raced = Raced(path)
+    assert not raced.acquire()
+    assert raced.descriptor == -1
+    second = JobLock(path)
+    assert second.acquire()
+    second.release()
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "directory", "pipe"])

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -527,6 +528,20 @@ def test_on_that_the_disk_refuses_says_how_the_door_stands(
     )
     assert (door.find() is not None) == is_on
     assert list(door.path.parent.glob(".*")) == []
+
+
+def test_what_a_killed_on_left_is_removed_by_the_next_and_a_living_ones_is_not(
+    door: Maintenance, ledger: Ledger
+) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    left, being_written = (
+        door.path.with_name(f".{door.path.name}.{pid}.1f.tmp") for pid in (gone.pid, os.getpid())
+    )
+    left.touch()
+    being_written.touch()
+    begin(door, ledger)
+    assert list(door.path.parent.glob(".*")) == [being_written]
 
 
 def test_off_that_the_disk_refuses_says_how_the_door_stands(

@@ -24,6 +24,7 @@ import batchrun
 from batchrun import (
     DISK,
     FACTORS,
+    GROWTH,
     Answer,
     Factor,
     Growth,
@@ -36,11 +37,10 @@ from batchrun import (
     Peer,
     Usage,
     Wellness,
-    connections_factor,
-    dependencies_factor,
     disk_answer,
     load_config,
     memory_factor,
+    needs_factor,
     size_text,
     verdict_of,
 )
@@ -55,12 +55,12 @@ CACHE = Need("dependencies", "cache", "tcp://10.0.0.5:6379", 5, critical=False, 
 STOCK = Need("connections", "stock", "sqlite:stock.db", 5, critical=False, jobs=(), normal=4)
 
 
-def usage(rss_bytes: int = 0) -> Usage:
-    return Usage(rss_bytes, 0, 1, 0, {})
+def usage(rss_bytes: int = 0, **connections: int) -> Usage:
+    return Usage(rss_bytes, 0, 1, 0, connections)
 
 
-def answer(need: Need, state: Wellness, why: str = "", connections: int | None = None) -> Any:  # noqa: ANN401 - a pair
-    return need, Answer(need.name, state, why, connections=connections)
+def answer(need: Need, state: Wellness, why: str = "") -> tuple[Need, Answer]:
+    return need, Answer(need.name, state, why)
 
 
 # --- factors --------------------------------------------------------------------------------------
@@ -96,18 +96,19 @@ def test_memory_that_cannot_be_read_is_unknown() -> None:
 
 
 def test_connections_are_bad_if_a_database_is_or_has_too_many_or_they_grow() -> None:
-    def judged(*pairs: tuple[Need, Answer], grew: str = "") -> str:
-        return str(connections_factor(pairs, HEALTH, grew))
+    def judged(*pairs: tuple[Need, Answer], **connections: int) -> str:
+        return str(needs_factor("connections", pairs, HEALTH, usage(**connections)))
 
-    assert judged() == "ok: none is declared"
-    assert judged(answer(STOCK, OK, connections=4)) == "ok: all answer"
-    assert judged(answer(STOCK, OK, connections=None)) == "ok: all answer"
+    assert judged() == judged(answer(CACHE, BAD)) == "ok: none is declared"
+    assert judged(answer(STOCK, OK), stock=4) == "ok: all answer"
+    assert judged(answer(STOCK, OK)) == "ok: all answer"
     many = "bad: stock sqlite:stock.db 5 connections, 4 are normal"
-    assert judged(answer(STOCK, OK, connections=5)) == many
+    assert judged(answer(STOCK, OK), stock=5) == many
+    assert judged(answer(STOCK._replace(normal=0), OK), stock=5) == "ok: all answer"
     assert judged(answer(STOCK, BAD, "is not there")) == "bad: stock sqlite:stock.db is not there"
     assert judged(answer(STOCK, UNKNOWN, "why")) == "unknown: stock sqlite:stock.db why"
     grew = "connections grew 2 a batch over 12 batches"
-    assert judged(answer(STOCK, OK), grew=grew) == f"bad: {grew}"
+    assert judged(answer(STOCK, OK), answer(GROWTH, BAD, grew)) == f"bad: {grew}"
 
 
 def test_dependencies_are_as_well_as_the_worst_of_them() -> None:
@@ -115,7 +116,7 @@ def test_dependencies_are_as_well_as_the_worst_of_them() -> None:
     low = (DISK, disk_answer(1 * MB, 16 * MB))
 
     def judged(*pairs: tuple[Need, Answer]) -> Factor:
-        return dependencies_factor(pairs, HEALTH)
+        return needs_factor("dependencies", pairs, HEALTH)
 
     assert judged(answer(CACHE, BAD, "refuses connections"), answer(other, UNKNOWN, "?")) == Factor(
         "dependencies", BAD, "cache tcp://10.0.0.5:6379 refuses connections"
@@ -139,8 +140,8 @@ def test_a_factor_that_the_configuration_calls_critical_is_so_only_if_it_is_bad(
         left = {OK: Memory(9**9, 9**9, "host"), BAD: Memory(20 * MB, 9**9, "host"), UNKNOWN: None}
         factors = [
             memory_factor(left[state], None, health),
-            connections_factor([answer(STOCK, state)], health),
-            dependencies_factor([answer(CACHE, state)], health),
+            needs_factor("connections", [answer(STOCK, state)], health),
+            needs_factor("dependencies", [answer(CACHE, state)], health),
         ]
         assert [f.state for f in factors] == [state] * 3
         assert [f.name for f in factors if f.critical] == [name] * (state == BAD)
@@ -168,7 +169,7 @@ def test_two_bad_factors_pause_or_one_that_is_critical_and_nothing_else(
 
 def test_a_verdict_says_why_in_one_line() -> None:
     memory = memory_factor(Memory(32 * MB, 512 * MB, "cgroup /x"), None, HEALTH)
-    cache = dependencies_factor([answer(CACHE, BAD, "refuses connections")], HEALTH)
+    cache = needs_factor("dependencies", [answer(CACHE, BAD, "refuses connections")], HEALTH)
     low = "memory: 32 MB available of 512 MB (cgroup /x)"
     down = "dependencies: cache tcp://10.0.0.5:6379 refuses connections"
     assert verdict_of([memory, cache]) == (True, f"two factors are bad: {low}; {down}")
@@ -197,7 +198,7 @@ def factors_of(state: Wellness, count: int = 2, *, critical: bool = False) -> li
 def watched(*checks: list[Factor], health: HealthConfig = HEALTH) -> list[str]:
     """Return what is told over a series of checks, `-` where nothing is."""
     monitor = HealthMonitor(health, lambda: 0.5)
-    return [monitor.judge(factors, 0).told or "-" for factors in checks]
+    return [monitor.judge(factors) or "-" for factors in checks]
 
 
 def pauses(told: list[str]) -> tuple[int, int]:
@@ -260,7 +261,8 @@ def test_a_bad_check_is_made_again_in_seconds_then_more_slowly() -> None:
     monitor = HealthMonitor(HEALTH, lambda: 0.5)
 
     def wait_s(factors: list[Factor]) -> float:
-        return monitor.judge(factors, 1000).next_s - 1000
+        monitor.judge(factors)
+        return monitor.wait_s()
 
     assert wait_s(factors_of(OK)) == 180
     assert [wait_s(factors_of(BAD)) for _ in range(7)] == [10, 20, 40, 80, 160, 180, 180]
@@ -270,7 +272,7 @@ def test_a_bad_check_is_made_again_in_seconds_then_more_slowly() -> None:
 def test_waits_are_spread_by_a_quarter() -> None:
     for drawn, wanted_s in ((0.0, 135.0), (0.5, 180.0), (1.0, 225.0)):
         monitor = HealthMonitor(HEALTH, lambda drawn=drawn: drawn)  # type: ignore[misc]
-        assert monitor.judge(factors_of(OK), 0).next_s == wanted_s
+        assert monitor.wait_s() == wanted_s
 
 
 # --- leaks ----------------------------------------------------------------------------------------
@@ -324,12 +326,26 @@ def test_noise_saw_teeth_steps_and_warming_up_are_no_leak(seed: int) -> None:
             300 + 400 * (n > draw.randint(20, 90)) + draw.gauss(0, 2) for n in range(count)
         ],
         "warming up": [300 + 500 * (1 - 0.7**n) + draw.gauss(0, 1) for n in range(count)],
+        "warming up slowly": [300 + 500 * (1 - 0.9**n) for n in range(count)],
     }
     for shape, values in shapes.items():
         first = 45 if "known" in shape else 12
         for upto in range(first, count):
             found = growth("rss_bytes", [int(each * MB) for each in values[:upto]])
             assert found is None, f"{shape} at {upto}: {found}"
+
+
+def test_of_a_hundred_random_walks_of_memory_few_are_called_a_leak() -> None:
+    called = 0
+    for seed in range(100):
+        draw = random.Random(seed)  # noqa: S311 - repeatable
+        values = [
+            *itertools.accumulate(
+                (int(draw.gauss(0, 10 * MB)) for _ in range(150)), initial=2000 * MB
+            )
+        ]
+        called += any(growth("rss_bytes", values[:upto]) for upto in range(15, 151))
+    assert called <= 4
 
 
 # --- probes ---------------------------------------------------------------------------------------
@@ -607,6 +623,13 @@ def test_one_probe_that_hangs_loses_only_itself() -> None:
         inquiry.end()
     assert str(inquiry.answers["silent"].state) == "unknown"
     assert inquiry.answers["silent"].why == "was not asked to the end"
+
+
+def test_an_answer_that_comes_after_its_time_does_not_count() -> None:
+    late = need(command=("sleep", "0.5"), limit_s=0.1, name="late")
+    found = asked(late, need(command=("sleep", "1"), name="slow"))
+    assert (found["late"].state, found["late"].why) == (BAD, "gives no answer within 0.1 s")
+    assert found["slow"].state == OK
 
 
 def test_polling_never_waits() -> None:

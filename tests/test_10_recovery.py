@@ -351,8 +351,49 @@ def test_a_broken_checkpoint_without_a_sound_copy_is_refused(paused: Shop) -> No
         f"Found {path}: it does not begin with a header of batchrun-checkpoint; in the ledger:"
         " commit 2 of generation 1. Known to be lost: where it stood.\n"
         "Nothing was changed.\n"
-        "Put the right files back from a backup, or see: batchrun repair\n"
+        "Put the right files back from a backup, or begin anew: batchrun run sync --fresh\n"
     )
+    assert shop.batchrun("repair").out == "nothing to repair\n"
+    checked = shop.batchrun("--json", "check").document["findings"]
+    assert [found["todo"] for found in checked] == [
+        "Put the right files back from a backup, or begin anew: batchrun run sync --fresh"
+    ]
+    (shop.project.folder / "out.db").unlink()
+    assert shop.batchrun("run", "sync", "--fresh").code == 0
+
+
+def test_a_broken_copy_in_the_ledger_is_found_and_made_anew_by_going_on(paused: Shop) -> None:
+    shop = paused
+    run = shop.read().run
+    shop.sql("UPDATE run SET checkpoint = substr(checkpoint, 1, 200)")
+    checked = shop.batchrun("check")
+    assert (checked.code, checked.out) == (
+        3,
+        (
+            f"run {run} of sync: the ledger's copy of its checkpoint is not valid\n"
+            "  its next commit makes it anew\n"
+            f"  to type: batchrun resume {run}\n"
+        ),
+    )
+    assert shop.batchrun("resume", run).code == 0
+    assert shop.findings() == []
+
+
+def test_a_row_of_the_newest_commit_that_was_changed_is_found_and_outlived(paused: Shop) -> None:
+    shop = paused
+    run = shop.read().run
+    shop.sql("UPDATE batch SET hash = 'aa' WHERE number = 2")
+    checked = shop.batchrun("check")
+    assert (checked.code, checked.out) == (
+        3,
+        (
+            f"run {run} of sync: the row of its newest commit has another hash than the run\n"
+            "  only an older checkpoint, if one is put back, would be judged by it\n"
+            f"  to type: batchrun resume {run}\n"
+        ),
+    )
+    assert shop.batchrun("resume", run).code == 0
+    assert shop.findings() == []
 
 
 def test_an_older_checkpoint_of_the_same_chain_is_restored_from_the_ledger(shop: Shop) -> None:
@@ -418,9 +459,12 @@ def test_a_checkpoint_that_contradicts_the_ledger_is_refused(paused: Shop, how: 
         paused.admitted()
     letter = str(refusal.value)
     assert letter.startswith(f"Run {run} of sync cannot go on: {why}.\nFound {paused.checkpoint}: ")
+    named_here = how not in ("another job", "another run")  # else a repair cannot adopt it
+    way = "see: batchrun repair" if named_here else "begin anew: batchrun run sync --fresh"
     assert letter.endswith(
-        "Nothing was changed.\nPut the right files back from a backup, or see: batchrun repair"
+        f"Nothing was changed.\nPut the right files back from a backup, or {way}"
     )
+    assert paused.batchrun("repair").code == (3 if named_here else 0)
     assert paused.findings() == [f"run {run} of sync: {why}"]
     assert (paused.checkpoint.read_bytes(), paused.sql("SELECT * FROM run")) == (before, rows)
 

@@ -554,6 +554,9 @@ def test_doctor_warns_of_batches_that_last_longer_than_a_stop_may_take(
         doctor.out,
         re.MULTILINE,
     )
+    assert (
+        "to mend it: set a smaller batch_size or a longer stop_grace in [jobs.sync]" in doctor.out
+    )
     write(project, feed.port)
     assert "batches of sync" not in project.run("doctor", "sync").out
 

@@ -871,6 +871,7 @@ def test_doctor_sends_a_test_by_every_way_and_says_what_came_back(
         ("webhook", "bad", "refuses connections"),
         ("ping of sync", "ok", "answers HTTP 200"),
     ]
+    assert [bool(row["todo"]) for row in ended.document["examined"]] == [False, True, False]
     (event,) = told(project.folder)
     assert event["text"] == "This is a test of batchrun's alerts; nothing is wrong."
     assert [path for _, path, _ in ear.heard] == ["/x1y2"]

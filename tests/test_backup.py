@@ -123,6 +123,25 @@ def test_a_disk_that_is_too_small_for_the_copy_is_named(project: Project) -> Non
     assert list(project.folder.glob("*copy*")) == []
 
 
+def test_a_copy_that_is_not_sound_does_not_take_the_place_of_the_one_before(
+    project: Project,
+) -> None:
+    write_job(project)
+    assert project.run("run", "sync").code == 0
+    copy = project.write_file("copy.db", "the one before")
+    with contextlib.closing(apsw.Connection(str(project.state / "ledger.db"))) as ledger:
+        ledger.execute("PRAGMA writable_schema = ON")
+        ledger.execute(
+            "INSERT INTO sqlite_schema VALUES ('table', 't', 't', 4, 'CREATE TABLE t(a)')"
+        )
+    refused = project.run("backup", "copy.db", "--force")
+    what = f"The copy of {project.state}/ledger.db is not what it should be: "
+    assert (refused.code, refused.err[: len(what)]) == (5, what)
+    assert f"\nIt was removed; {copy} is as it was.\n" in refused.err
+    assert copy.read_text() == "the one before"
+    assert sorted(path.name for path in project.folder.glob("*copy*")) == ["copy.db"]
+
+
 def test_a_copy_that_is_not_what_it_should_be_is_found_out(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir(mode=0o700)
     ledger = open_ledger(tmp_path / "state/ledger.db", HOST, create=True)

@@ -208,7 +208,7 @@ def require_sound(folder: Path, records: int = RECORDS) -> None:
     assert content == run.checkpoint, "the checkpoint and the ledger's copy of it differ"
     assert content is not None
     assert parse_checkpoint(content)[1] == run.hash == rows[-1].hash
-    assert check(ledger, lambda _: store, ["sync"]) == []
+    assert list(check(ledger, lambda _: store, ["sync"])) == []
     ledger.close()
     assert list(store.folder.glob(".*")) == [], "temporary files were left"
 
