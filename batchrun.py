@@ -123,6 +123,8 @@ if not TYPE_CHECKING:
         def __new__(cls, *values, **named):  # noqa: ANN002, ANN003, ANN204, D102
             if len(values) == len(cls._fields) and not named:
                 return tuple.__new__(cls, values)
+            if not values and tuple(named) == cls._fields:
+                return tuple.__new__(cls, named.values())
             rest = cls._fields[len(values) :]
             given = cls._field_defaults | named
             if len(values) > len(cls._fields) or not named.keys() <= set(rest) <= given.keys():
