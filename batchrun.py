@@ -2850,9 +2850,27 @@ CHECKPOINT_MAX_BYTES = 1_048_576
 CURSOR_MAX_BYTES = 65_536
 PLAIN_INT_MAX = 2**53
 
-_encoder = functools.partial(json.JSONEncoder, ensure_ascii=False, allow_nan=False)
-_compact = _encoder().encode
-_a_value_a_line = _encoder(separators=(",\n", ": ")).encode
+
+def _encoder(**ways: Any) -> Callable[[Any], str]:
+    """Return what JSONEncoder(...).encode is, but which makes one C encoder, not one a call."""
+    whole = json.JSONEncoder(ensure_ascii=False, allow_nan=False, **ways)
+    kinds: Any = json.encoder
+    if (make := getattr(kinds, "c_make_encoder", None)) is None:
+        return whole.encode
+    ways_of = (whole.key_separator, whole.item_separator, whole.sort_keys, whole.skipkeys)
+    pieces = make(None, whole.default, kinds.encode_basestring, None, *ways_of, whole.allow_nan)
+
+    def encode(value: Any) -> str:
+        try:
+            return "".join(pieces(value, 0))
+        except RecursionError as error:
+            raise ValueError("Circular reference detected") from error
+
+    return encode
+
+
+_compact = _encoder()
+_a_value_a_line = _encoder(separators=(",\n", ": "))
 
 
 class CursorError(JobError):
@@ -10252,7 +10270,7 @@ def _plain_argument(value: Any) -> Any:
     return {name: getattr(value, name) for name in fields}
 
 
-_canonical = _encoder(sort_keys=True, default=_plain_argument).encode
+_canonical = _encoder(sort_keys=True, default=_plain_argument)
 _from_json = json.JSONDecoder().raw_decode  # half the time of json.loads
 
 

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
@@ -168,6 +170,20 @@ def test_a_checkpoint_that_could_not_be_read_back_is_not_written() -> None:
     ):
         with pytest.raises(CursorError, match=r"^The checkpoint would not read back"):
             checkpoint_bytes(bad)
+
+
+WITHOUT_C = """
+import json, sys
+json.encoder.c_make_encoder = None
+from batchrun import Checkpoint, checkpoint_bytes
+print(checkpoint_bytes(Checkpoint(**json.loads(sys.argv[1])))[1])
+"""
+
+
+def test_a_checkpoint_has_the_same_bytes_where_json_has_no_encoder_in_c() -> None:
+    folder = Path(batchrun.__file__).parent
+    command = [sys.executable, "-c", WITHOUT_C, json.dumps(A._asdict())]
+    assert subprocess.check_output(command, cwd=folder, text=True) == f"{DIGEST}\n"
 
 
 # --- the store ------------------------------------------------------------------------------------
