@@ -69,7 +69,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise, product
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace, UnionType
@@ -3068,7 +3068,8 @@ CHECKPOINT_TYPES = tuple(  # of each field in order: those that JSON gives it
     )
     for annotation in Checkpoint.__annotations__.values()
 )
-CHECKPOINT_FIELDS = set(Checkpoint._fields)
+CHECKPOINT_KINDS = set(product(*CHECKPOINT_TYPES))
+CHECKPOINT_FIELDS, OF_BODY = set(Checkpoint._fields), itemgetter(*Checkpoint._fields)
 INNER_FIELDS: dict[str, set[str]] = {
     "totals": {"read", "rejected", "batches", "counts"},
     "link": {"read", "rejected", "staged", "counts", "first_key", "last_key", "elapsed_s"},
@@ -3129,9 +3130,10 @@ def _checkpoint_of(body: bytes) -> Checkpoint:
         raise BrokenCheckpoint("its body is not JSON") from error
     if not isinstance(fields, dict) or fields.keys() != CHECKPOINT_FIELDS:
         raise BrokenCheckpoint("its body has not the fields of a checkpoint")
-    checkpoint = Checkpoint._make(map(fields.get, Checkpoint._fields))
-    found = zip(Checkpoint._fields, checkpoint, CHECKPOINT_TYPES, strict=True)
-    wrong = [name for name, value, types in found if type(value) not in types]
+    checkpoint, wrong = Checkpoint._make(OF_BODY(fields)), list[str]()
+    if (kinds := tuple(map(type, checkpoint))) not in CHECKPOINT_KINDS:
+        found = zip(Checkpoint._fields, kinds, CHECKPOINT_TYPES, strict=True)
+        wrong = [name for name, kind, types in found if kind not in types]
     wrong = wrong or [n for n, inner in INNER_FIELDS.items() if fields[n].keys() - SELDOM != inner]
     if wrong:
         raise BrokenCheckpoint(f"its field `{wrong[0]}` is not what it should be")
