@@ -1242,8 +1242,12 @@ class Systemd:
 def utc_text(moment_ns: int) -> str:
     """Return nanoseconds since 1970 as UTC text with milliseconds, in order: of 1970 to 9999."""
     seconds, rest_ns = divmod(min(max(moment_ns, 0), 253_402_300_799_999_999_999), 1_000_000_000)
-    text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-    return f"{text}.{rest_ns // 1_000_000:03d}Z"
+    return f"{_second_text(seconds)}.{rest_ns // 1_000_000:03d}Z"
+
+
+@functools.lru_cache(maxsize=1)  # batches are shorter than a second
+def _second_text(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
 
 
 def seconds_between(earlier: str, later: str) -> float:
