@@ -3756,10 +3756,23 @@ OF_TOTALS = itemgetter("batches", "read", "rejected")
 COMMIT_COLUMNS = ("number", "generation", "kind", "loop", "cursor", "at")  # of the checkpoint
 LINK_COLUMNS = ("first_key", "last_key", "read", "rejected", "elapsed_s")
 OF_COMMIT, OF_LINK = attrgetter(*COMMIT_COLUMNS), itemgetter(*LINK_COLUMNS)
-BATCH_COLUMNS = ("run", "hash", "counts", *COMMIT_COLUMNS, *LINK_COLUMNS, *GAUGES)
+BATCH_COLUMNS = ("run", "hash", "counts", *COMMIT_COLUMNS, *LINK_COLUMNS, *IMAGE_FIELDS, *GAUGES)
 ADD_COMMIT = (
     f"INSERT INTO batch ({', '.join(BATCH_COLUMNS)}) VALUES ({', '.join('?' * len(BATCH_COLUMNS))})"
 )
+
+
+class Commit(NamedTuple):
+    """One commit, as the ledger records it."""
+
+    checkpoint: Checkpoint
+    content: bytes  # of its file
+    digest: str  # their hash, the commit's own
+    # seconds of reading, of the job's own work, and of batchrun since the commit before
+    spent: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    following: str | None = None  # the try that is armed by it
+    gauges: Mapping[str, int] = {}  # what the worker holds
+    size: int | None = None  # the limit that isolation goes on with
 
 
 class Admission(NamedTuple):
@@ -4772,8 +4785,8 @@ class Ledger:
         if agreement.forward is not None:
             forward = agreement.forward
             size = None if run.size is None else max(1, run.size)  # the batch was done
-            content, digest = checkpoint_bytes(forward)
-            self._apply_commit(run, forward, content, digest, run.generation, size=size)
+            commit = Commit(forward, *checkpoint_bytes(forward), size=size)
+            self._apply_commit(run, commit, run.generation)
             self._confirm_rejects(run, forward)
         if not kept:
             self._move(run, RunState.RESERVED, who=start.who, why=agreement.said)
@@ -4830,52 +4843,26 @@ class Ledger:
         with self._owning(run, generation):
             self._sql(ARM, {"key": run.key, "tried": tried})
 
-    def commit(
-        self,
-        run: Run,
-        checkpoint: Checkpoint,
-        content: bytes,
-        digest: str,
-        spent: tuple[float, float, float],
-        publish: Callable[[], None],
-        following: str | None = None,
-        gauges: Mapping[str, int] = {},
-        size: int | None = None,
-    ) -> str | None:
+    def commit(self, run: Run, commit: Commit, publish: Callable[[], None]) -> str | None:
         """Record one commit and put its checkpoint in place, under one write lock.
 
-        The checkpoint's generation fences the write; `content` is its bytes, durable under a
-        temporary name, which `publish` renames into place inside the transaction; `spent` is
-        seconds of reading, of the job's own work, and of batchrun since the last commit;
-        `following` is the try that is armed by it, `gauges` what the worker holds, `size` the
-        limit that isolation goes on with. Returns what is requested of the run; OutcomeUnknown if
-        rename, fsync or COMMIT failed.
+        The checkpoint's generation fences the write; its bytes are durable under a temporary name,
+        which `publish` renames into place inside the transaction. Returns what is requested of the
+        run; OutcomeUnknown if rename, fsync or COMMIT failed.
         """
-        number = checkpoint.number
+        number = commit.checkpoint.number
         with self._writing():
             reach("ledger.begun", number)
-            fence = checkpoint.generation
-            applied = (run, checkpoint, content, digest, fence, spent, following, gauges, size)
-            request = self._apply_commit(*applied)
-            self._confirm_rejects(run, checkpoint)
+            request = self._apply_commit(run, commit, commit.checkpoint.generation)
+            self._confirm_rejects(run, commit.checkpoint)
             publish()
             reach("ledger.commit", number)
         reach("ledger.committed", number)
         return request
 
-    def _apply_commit(
-        self,
-        run: Run,
-        checkpoint: Checkpoint,
-        content: bytes,
-        digest: str,
-        generation: int,
-        spent: tuple[float, float, float] = (0.0, 0.0, 0.0),
-        following: str | None = None,
-        gauges: Mapping[str, int] = {},
-        size: int | None = None,
-    ) -> str | None:
+    def _apply_commit(self, run: Run, commit: Commit, generation: int) -> str | None:
         """Write a commit's two rows: the fenced one of the run, and its own."""
+        checkpoint, content, digest, spent, following, gauges, size = commit
         totals, link = checkpoint.totals, checkpoint.link
         fence = (run.key, generation, checkpoint.number)
         added = (*OF_TOTALS(totals), _compact(totals["counts"]), *spent)
@@ -4883,11 +4870,8 @@ class Ledger:
         if fenced is None:
             raise lost_ownership(run, generation)
         counts = (run.key, digest, _compact(link["counts"]))
-        held = map(gauges.get, GAUGES)
+        held = (link.get("remembered", 0), link.get("images"), *map(gauges.get, GAUGES))
         self._sql(ADD_COMMIT, (*counts, *OF_COMMIT(checkpoint), *OF_LINK(link), *held))
-        if "images" in link:
-            of_commit: dict[str, object] = {"run": run.key, "number": checkpoint.number}
-            self._set("batch", of_commit, **{name: link[name] for name in IMAGE_FIELDS})
         return cast("str | None", fenced[0])
 
     def stage_rejects(
@@ -5355,7 +5339,8 @@ class Ledger:
             self._catch_up(run, checkpoint, who)
             of_run = (run.key, checkpoint.number)
             self._sql("DELETE FROM batch WHERE run = ? AND number >= ?", of_run)
-            self._apply_commit(run, checkpoint, *checkpoint_bytes(checkpoint), generation)
+            commit = Commit(checkpoint, *checkpoint_bytes(checkpoint))
+            self._apply_commit(run, commit, generation)
             self._event(run, who, "repaired", f"checkpoint {checkpoint.number} adopted; {lost}")
             if run.state in OWNED:
                 self._move(run, RunState.INTERRUPTED, who=who, why="taken over by repair")
@@ -12365,7 +12350,7 @@ class Worker:
         if self.gate.shut:
             raise SafeStop
         began = self._host.monotonic()
-        course, folder, host = self._course, self._store.folder, self._host
+        course = self._course
         self._require_within_limits(course, link)
         number = course.number + 1
         if link.staged is None:
@@ -12373,33 +12358,36 @@ class Worker:
         checkpoint = self._next_checkpoint(course, link)
         content, digest = checkpoint_bytes(checkpoint)
         reach("commit.begun", number)
-        spent = self._spent(began)
-        temporary = ""  # none yet
-
-        def publish() -> None:
-            with disk_letters(folder, host, known=False):
-                self._store.publish(self._run.id, temporary, number)
-
-        try:
-            with disk_letters(folder, host):
-                temporary = self._store.prepare(self._run.id, content)
-                reach("commit.prepared", number)
-                is_ours = holds_lock(self._order.lock, self._lock_path)
-            if not is_ours:
-                raise lost_ownership(course.run, course.generation)
-            gauges = self._gauges()
-            size = self._size_after(link)
-            more = (spent, publish, link.following, gauges, size)
-            self.gate.request = self._ledger.commit(course.run, checkpoint, content, digest, *more)
-        except BaseException:
-            self._store.discard(temporary)
-            raise
+        spent, gauges, size = self._spent(began), self._gauges(), self._size_after(link)
+        commit = Commit(checkpoint, content, digest, spent, link.following, gauges, size)
+        self.gate.request = self._record(commit)
         course.move_to(checkpoint, digest)
         self._armed, self._size = link.following or "", size
         if 0 < self._job_config.recycle_above_bytes < gauges["rss_bytes"]:
             self.gate.outgrown_bytes = gauges["rss_bytes"]
         self._marked_at = self._host.monotonic()
         self._own_s = self._marked_at - began
+
+    def _record(self, commit: Commit) -> str | None:
+        """Do steps 3 to 7 of a commit; return what is requested of the run."""
+        run, number, temporary = self._course.run, commit.checkpoint.number, ""  # none yet
+        letters = functools.partial(disk_letters, self._store.folder, self._host)
+
+        def publish() -> None:
+            with letters(known=False):
+                self._store.publish(run.id, temporary, number)
+
+        try:
+            with letters():
+                temporary = self._store.prepare(run.id, commit.content)
+                reach("commit.prepared", number)
+                is_ours = holds_lock(self._order.lock, self._lock_path)
+            if not is_ours:
+                raise lost_ownership(run, self._order.generation)
+            return self._ledger.commit(run, commit, publish)
+        except BaseException:
+            self._store.discard(temporary)
+            raise
 
     def _require_within_limits(
         self, course: Course, link: Link | None = None, *, at_end: bool = False
@@ -12491,18 +12479,21 @@ class Worker:
 
     def _link_fields(self, link: Link) -> dict[str, Any]:
         """Return what a checkpoint says of its own commit."""
-        seldom = {"undoes": self._run.rollback_of} if self._run.rollback_of else {}
-        if link.images:
-            self._images.look(link.images)  # a batch that is in the target may have lost it since
-            seldom |= {name: getattr(link, name) for name in IMAGE_FIELDS}
-        return {
-            **{name: getattr(link, name) for name in ("read", "rejected", "counts")},
+        fields = {
+            "read": link.read,
+            "rejected": link.rejected,
             "staged": link.staged or self._order.generation,
+            "counts": link.counts,
             "first_key": link.texts["first_key"],
             "last_key": link.texts["last_key"],
             "elapsed_s": round(self._host.monotonic() - link.began, 6) if link.began else 0.0,
-            **seldom,
         }
+        if self._run.rollback_of:
+            fields["undoes"] = self._run.rollback_of
+        if link.images:
+            self._images.look(link.images)  # a batch that is in the target may have lost it since
+            fields |= {name: getattr(link, name) for name in IMAGE_FIELDS}
+        return fields
 
     def begin_batches(self, expected: int | None, tried: str) -> None:
         """Move the run to `running`, right before its first batch is handed out."""
