@@ -12167,7 +12167,7 @@ class Worker:
             if yielded is self:
                 context._require_complete()
                 self._operations.require_none_open()
-                self._require_within_limits(self._course, at_end=True)
+                self._require_within_limits()
                 rejected = self._course.rejected
                 code = ExitCode.DONE_WITH_REJECTS if rejected else ExitCode.DONE
                 return AttemptEnd(Ending.SUCCEEDED, code)
@@ -12267,9 +12267,8 @@ class Worker:
             self._push(cleanup)
 
     def _push(self, cleanup: Cleanup, *, last: bool = False) -> None:
-        call = functools.partial(call_cleanup, cleanup)
-        name = mask_secrets(cleanup.call)
-        self._cleanups.push(name, lambda _: call(), self._recorded(cleanup), last=last)
+        name, recorded = mask_secrets(cleanup.call), self._recorded(cleanup)
+        self._cleanups.push(name, lambda _: call_cleanup(cleanup), recorded, last=last)
 
     def _push_those_of_run(self) -> None:
         """Have the run's own cleanups called after all else; they stay pending if that fails."""
@@ -12351,11 +12350,11 @@ class Worker:
             raise SafeStop
         began = self._host.monotonic()
         course = self._course
-        self._require_within_limits(course, link)
+        self._require_within_limits(link)
         number = course.number + 1
         if link.staged is None:
             self.stage(number, link)
-        checkpoint = self._next_checkpoint(course, link)
+        checkpoint = self._next_checkpoint(link)
         content, digest = checkpoint_bytes(checkpoint)
         reach("commit.begun", number)
         spent, gauges, size = self._spent(began), self._gauges(), self._size_after(link)
@@ -12389,9 +12388,7 @@ class Worker:
             self._store.discard(temporary)
             raise
 
-    def _require_within_limits(
-        self, course: Course, link: Link | None = None, *, at_end: bool = False
-    ) -> None:
+    def _require_within_limits(self, link: Link | None = None) -> None:
         """Refuse a commit, or the end, by which more records are rejected than the job allows.
 
         The records of a retry were within the limits already.
@@ -12399,10 +12396,11 @@ class Worker:
         Raises:
             TooManyRejects: names the first of the batch, at the end the first of the run.
         """
+        course = self._course
         rejected, read = course.rejected, course.read
         if link is not None:
             rejected, read = rejected + link.rejected, read + link.read
-        over = self._job_config.max_rejects.exceeded(rejected, read, at_end=at_end)
+        over = self._job_config.max_rejects.exceeded(rejected, read, at_end=link is None)
         if not over or self._run.retry_of:
             return
         if link is None:
@@ -12442,9 +12440,9 @@ class Worker:
         own_s = self._own_s + max(0.0, began - self._marked_at - read_s - work_s)
         return read_s, work_s, own_s
 
-    def _next_checkpoint(self, course: Course, link: Link) -> Checkpoint:
+    def _next_checkpoint(self, link: Link) -> Checkpoint:
         """Return the body of the next checkpoint; the course itself is not advanced yet."""
-        number = course.number + 1
+        course, number = self._course, self._course.number + 1
         result = [link.result] if link.kind in ("step", "approval") else []
         passed = [] if link.kind == "batch" else [[link.kind, link.loop, *result]]
         before, more = course.counts, link.counts
@@ -12522,7 +12520,7 @@ class Worker:
             link.image = None
         if not link.rejects:
             return
-        self._require_within_limits(self._course, link)
+        self._require_within_limits(link)
         tries = self._run.tries + (self._size != 0) if number == self._run.number + 1 else 1
         kept = [{**kept_reject(reject), "tries": tries} for reject in link.rejects]
         self._ledger.stage_rejects(self._run, self._order.generation, number, link.loop, kept)
