@@ -149,6 +149,16 @@ def test_what_is_no_checkpoint_is_refused_and_says_why(content: bytes, why: str)
     assert refusal.value.what.startswith(why)
 
 
+def test_a_checkpoint_may_have_a_mebibyte_and_not_a_byte_more() -> None:
+    missing = 2**20 - len(checkpoint_bytes(A._replace(source="x" * 10**6))[0])
+    most = A._replace(source="x" * (10**6 + missing))
+    content, digest = checkpoint_bytes(most)
+    assert len(content) == 2**20
+    assert parse_checkpoint(content) == (most, digest)
+    with pytest.raises(CursorError, match="it is larger than 1,048,576 bytes"):
+        checkpoint_bytes(most._replace(source=f"{most.source}x"))
+
+
 def test_a_newer_format_is_refused_with_the_line_to_type() -> None:
     with pytest.raises(NewerFormat) as refusal:
         parse_checkpoint(sealed(b"anything", format_="2"))
