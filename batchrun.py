@@ -69,7 +69,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise, product
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace, UnionType
@@ -123,6 +123,8 @@ if not TYPE_CHECKING:
         def __new__(cls, *values, **named):  # noqa: ANN002, ANN003, ANN204, D102
             if len(values) == len(cls._fields) and not named:
                 return tuple.__new__(cls, values)
+            if not values and tuple(named) == cls._fields:
+                return tuple.__new__(cls, named.values())
             rest = cls._fields[len(values) :]
             given = cls._field_defaults | named
             if len(values) > len(cls._fields) or not named.keys() <= set(rest) <= given.keys():
@@ -1240,8 +1242,12 @@ class Systemd:
 def utc_text(moment_ns: int) -> str:
     """Return nanoseconds since 1970 as UTC text with milliseconds, in order: of 1970 to 9999."""
     seconds, rest_ns = divmod(min(max(moment_ns, 0), 253_402_300_799_999_999_999), 1_000_000_000)
-    text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-    return f"{text}.{rest_ns // 1_000_000:03d}Z"
+    return f"{_second_text(seconds)}.{rest_ns // 1_000_000:03d}Z"
+
+
+@functools.lru_cache(maxsize=1)  # batches are shorter than a second
+def _second_text(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
 
 
 def seconds_between(earlier: str, later: str) -> float:
@@ -2848,9 +2854,27 @@ CHECKPOINT_MAX_BYTES = 1_048_576
 CURSOR_MAX_BYTES = 65_536
 PLAIN_INT_MAX = 2**53
 
-_encoder = functools.partial(json.JSONEncoder, ensure_ascii=False, allow_nan=False)
-_compact = _encoder().encode
-_a_value_a_line = _encoder(separators=(",\n", ": ")).encode
+
+def _encoder(**ways: Any) -> Callable[[Any], str]:
+    """Return what JSONEncoder(...).encode is, but which makes one C encoder, not one a call."""
+    whole = json.JSONEncoder(ensure_ascii=False, allow_nan=False, **ways)
+    kinds: Any = json.encoder
+    if (make := getattr(kinds, "c_make_encoder", None)) is None:
+        return whole.encode
+    ways_of = (whole.key_separator, whole.item_separator, whole.sort_keys, whole.skipkeys)
+    pieces = make(None, whole.default, kinds.encode_basestring, None, *ways_of, whole.allow_nan)
+
+    def encode(value: Any) -> str:
+        try:
+            return "".join(pieces(value, 0))
+        except RecursionError as error:
+            raise ValueError("Circular reference detected") from error
+
+    return encode
+
+
+_compact = _encoder()
+_a_value_a_line = _encoder(separators=(",\n", ": "))
 
 
 class CursorError(JobError):
@@ -3048,7 +3072,8 @@ CHECKPOINT_TYPES = tuple(  # of each field in order: those that JSON gives it
     )
     for annotation in Checkpoint.__annotations__.values()
 )
-CHECKPOINT_FIELDS = set(Checkpoint._fields)
+CHECKPOINT_KINDS = set(product(*CHECKPOINT_TYPES))
+CHECKPOINT_FIELDS, OF_BODY = set(Checkpoint._fields), itemgetter(*Checkpoint._fields)
 INNER_FIELDS: dict[str, set[str]] = {
     "totals": {"read", "rejected", "batches", "counts"},
     "link": {"read", "rejected", "staged", "counts", "first_key", "last_key", "elapsed_s"},
@@ -3109,9 +3134,10 @@ def _checkpoint_of(body: bytes) -> Checkpoint:
         raise BrokenCheckpoint("its body is not JSON") from error
     if not isinstance(fields, dict) or fields.keys() != CHECKPOINT_FIELDS:
         raise BrokenCheckpoint("its body has not the fields of a checkpoint")
-    checkpoint = Checkpoint._make(map(fields.get, Checkpoint._fields))
-    found = zip(Checkpoint._fields, checkpoint, CHECKPOINT_TYPES, strict=True)
-    wrong = [name for name, value, types in found if type(value) not in types]
+    checkpoint, wrong = Checkpoint._make(OF_BODY(fields)), list[str]()
+    if (kinds := tuple(map(type, checkpoint))) not in CHECKPOINT_KINDS:
+        found = zip(Checkpoint._fields, kinds, CHECKPOINT_TYPES, strict=True)
+        wrong = [name for name, kind, types in found if kind not in types]
     wrong = wrong or [n for n, inner in INNER_FIELDS.items() if fields[n].keys() - SELDOM != inner]
     if wrong:
         raise BrokenCheckpoint(f"its field `{wrong[0]}` is not what it should be")
@@ -3730,10 +3756,23 @@ OF_TOTALS = itemgetter("batches", "read", "rejected")
 COMMIT_COLUMNS = ("number", "generation", "kind", "loop", "cursor", "at")  # of the checkpoint
 LINK_COLUMNS = ("first_key", "last_key", "read", "rejected", "elapsed_s")
 OF_COMMIT, OF_LINK = attrgetter(*COMMIT_COLUMNS), itemgetter(*LINK_COLUMNS)
-BATCH_COLUMNS = ("run", "hash", "counts", *COMMIT_COLUMNS, *LINK_COLUMNS, *GAUGES)
+BATCH_COLUMNS = ("run", "hash", "counts", *COMMIT_COLUMNS, *LINK_COLUMNS, *IMAGE_FIELDS, *GAUGES)
 ADD_COMMIT = (
     f"INSERT INTO batch ({', '.join(BATCH_COLUMNS)}) VALUES ({', '.join('?' * len(BATCH_COLUMNS))})"
 )
+
+
+class Commit(NamedTuple):
+    """One commit, as the ledger records it."""
+
+    checkpoint: Checkpoint
+    content: bytes  # of its file
+    digest: str  # their hash, the commit's own
+    # seconds of reading, of the job's own work, and of batchrun since the commit before
+    spent: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    following: str | None = None  # the try that is armed by it
+    gauges: Mapping[str, int] = {}  # what the worker holds
+    size: int | None = None  # the limit that isolation goes on with
 
 
 class Admission(NamedTuple):
@@ -4746,8 +4785,8 @@ class Ledger:
         if agreement.forward is not None:
             forward = agreement.forward
             size = None if run.size is None else max(1, run.size)  # the batch was done
-            content, digest = checkpoint_bytes(forward)
-            self._apply_commit(run, forward, content, digest, run.generation, size=size)
+            commit = Commit(forward, *checkpoint_bytes(forward), size=size)
+            self._apply_commit(run, commit, run.generation)
             self._confirm_rejects(run, forward)
         if not kept:
             self._move(run, RunState.RESERVED, who=start.who, why=agreement.said)
@@ -4804,52 +4843,26 @@ class Ledger:
         with self._owning(run, generation):
             self._sql(ARM, {"key": run.key, "tried": tried})
 
-    def commit(
-        self,
-        run: Run,
-        checkpoint: Checkpoint,
-        content: bytes,
-        digest: str,
-        spent: tuple[float, float, float],
-        publish: Callable[[], None],
-        following: str | None = None,
-        gauges: Mapping[str, int] = {},
-        size: int | None = None,
-    ) -> str | None:
+    def commit(self, run: Run, commit: Commit, publish: Callable[[], None]) -> str | None:
         """Record one commit and put its checkpoint in place, under one write lock.
 
-        The checkpoint's generation fences the write; `content` is its bytes, durable under a
-        temporary name, which `publish` renames into place inside the transaction; `spent` is
-        seconds of reading, of the job's own work, and of batchrun since the last commit;
-        `following` is the try that is armed by it, `gauges` what the worker holds, `size` the
-        limit that isolation goes on with. Returns what is requested of the run; OutcomeUnknown if
-        rename, fsync or COMMIT failed.
+        The checkpoint's generation fences the write; its bytes are durable under a temporary name,
+        which `publish` renames into place inside the transaction. Returns what is requested of the
+        run; OutcomeUnknown if rename, fsync or COMMIT failed.
         """
-        number = checkpoint.number
+        number = commit.checkpoint.number
         with self._writing():
             reach("ledger.begun", number)
-            fence = checkpoint.generation
-            applied = (run, checkpoint, content, digest, fence, spent, following, gauges, size)
-            request = self._apply_commit(*applied)
-            self._confirm_rejects(run, checkpoint)
+            request = self._apply_commit(run, commit, commit.checkpoint.generation)
+            self._confirm_rejects(run, commit.checkpoint)
             publish()
             reach("ledger.commit", number)
         reach("ledger.committed", number)
         return request
 
-    def _apply_commit(
-        self,
-        run: Run,
-        checkpoint: Checkpoint,
-        content: bytes,
-        digest: str,
-        generation: int,
-        spent: tuple[float, float, float] = (0.0, 0.0, 0.0),
-        following: str | None = None,
-        gauges: Mapping[str, int] = {},
-        size: int | None = None,
-    ) -> str | None:
+    def _apply_commit(self, run: Run, commit: Commit, generation: int) -> str | None:
         """Write a commit's two rows: the fenced one of the run, and its own."""
+        checkpoint, content, digest, spent, following, gauges, size = commit
         totals, link = checkpoint.totals, checkpoint.link
         fence = (run.key, generation, checkpoint.number)
         added = (*OF_TOTALS(totals), _compact(totals["counts"]), *spent)
@@ -4857,11 +4870,8 @@ class Ledger:
         if fenced is None:
             raise lost_ownership(run, generation)
         counts = (run.key, digest, _compact(link["counts"]))
-        held = map(gauges.get, GAUGES)
+        held = (link.get("remembered", 0), link.get("images"), *map(gauges.get, GAUGES))
         self._sql(ADD_COMMIT, (*counts, *OF_COMMIT(checkpoint), *OF_LINK(link), *held))
-        if "images" in link:
-            of_commit: dict[str, object] = {"run": run.key, "number": checkpoint.number}
-            self._set("batch", of_commit, **{name: link[name] for name in IMAGE_FIELDS})
         return cast("str | None", fenced[0])
 
     def stage_rejects(
@@ -5329,7 +5339,8 @@ class Ledger:
             self._catch_up(run, checkpoint, who)
             of_run = (run.key, checkpoint.number)
             self._sql("DELETE FROM batch WHERE run = ? AND number >= ?", of_run)
-            self._apply_commit(run, checkpoint, *checkpoint_bytes(checkpoint), generation)
+            commit = Commit(checkpoint, *checkpoint_bytes(checkpoint))
+            self._apply_commit(run, commit, generation)
             self._event(run, who, "repaired", f"checkpoint {checkpoint.number} adopted; {lost}")
             if run.state in OWNED:
                 self._move(run, RunState.INTERRUPTED, who=who, why="taken over by repair")
@@ -10090,7 +10101,7 @@ def _plain_argument(value: Any) -> Any:
     return {name: getattr(value, name) for name in fields}
 
 
-_canonical = _encoder(sort_keys=True, default=_plain_argument).encode
+_canonical = _encoder(sort_keys=True, default=_plain_argument)
 _from_json = json.JSONDecoder().raw_decode  # half the time of json.loads
 
 
@@ -11987,7 +11998,7 @@ class Worker:
             if yielded is self:
                 context._require_complete()
                 self._operations.require_none_open()
-                self._require_within_limits(self._course, at_end=True)
+                self._require_within_limits()
                 rejected = self._course.rejected
                 code = ExitCode.DONE_WITH_REJECTS if rejected else ExitCode.DONE
                 return AttemptEnd(Ending.SUCCEEDED, code)
@@ -12087,9 +12098,8 @@ class Worker:
             self._push(cleanup)
 
     def _push(self, cleanup: Cleanup, *, last: bool = False) -> None:
-        call = functools.partial(call_cleanup, cleanup)
-        name = mask_secrets(cleanup.call)
-        self._cleanups.push(name, lambda _: call(), self._recorded(cleanup), last=last)
+        name, recorded = mask_secrets(cleanup.call), self._recorded(cleanup)
+        self._cleanups.push(name, lambda _: call_cleanup(cleanup), recorded, last=last)
 
     def _push_those_of_run(self) -> None:
         """Have the run's own cleanups called after all else; they stay pending if that fails."""
@@ -12170,35 +12180,17 @@ class Worker:
         if self.gate.shut:
             raise SafeStop
         began = self._host.monotonic()
-        course, folder, host = self._course, self._store.folder, self._host
-        self._require_within_limits(course, link)
+        course = self._course
+        self._require_within_limits(link)
         number = course.number + 1
         if link.staged is None:
             self.stage(number, link)
-        checkpoint = self._next_checkpoint(course, link)
+        checkpoint = self._next_checkpoint(link)
         content, digest = checkpoint_bytes(checkpoint)
         reach("commit.begun", number)
-        spent = self._spent(began)
-        temporary = ""  # none yet
-
-        def publish() -> None:
-            with disk_letters(folder, host, known=False):
-                self._store.publish(self._run.id, temporary, number)
-
-        try:
-            with disk_letters(folder, host):
-                temporary = self._store.prepare(self._run.id, content)
-                reach("commit.prepared", number)
-                is_ours = holds_lock(self._order.lock, self._lock_path)
-            if not is_ours:
-                raise lost_ownership(course.run, course.generation)
-            gauges = self._gauges()
-            size = self._size_after(link)
-            more = (spent, publish, link.following, gauges, size)
-            self.gate.request = self._ledger.commit(course.run, checkpoint, content, digest, *more)
-        except BaseException:
-            self._store.discard(temporary)
-            raise
+        spent, gauges, size = self._spent(began), self._gauges(), self._size_after(link)
+        commit = Commit(checkpoint, content, digest, spent, link.following, gauges, size)
+        self.gate.request = self._record(commit)
         course.move_to(checkpoint, digest)
         self._armed, self._size = link.following or "", size
         if 0 < self._job_config.recycle_above_bytes < gauges["rss_bytes"]:
@@ -12206,9 +12198,28 @@ class Worker:
         self._marked_at = self._host.monotonic()
         self._own_s = self._marked_at - began
 
-    def _require_within_limits(
-        self, course: Course, link: Link | None = None, *, at_end: bool = False
-    ) -> None:
+    def _record(self, commit: Commit) -> str | None:
+        """Do steps 3 to 7 of a commit; return what is requested of the run."""
+        run, number, temporary = self._course.run, commit.checkpoint.number, ""  # none yet
+        letters = functools.partial(disk_letters, self._store.folder, self._host)
+
+        def publish() -> None:
+            with letters(known=False):
+                self._store.publish(run.id, temporary, number)
+
+        try:
+            with letters():
+                temporary = self._store.prepare(run.id, commit.content)
+                reach("commit.prepared", number)
+                is_ours = holds_lock(self._order.lock, self._lock_path)
+            if not is_ours:
+                raise lost_ownership(run, self._order.generation)
+            return self._ledger.commit(run, commit, publish)
+        except BaseException:
+            self._store.discard(temporary)
+            raise
+
+    def _require_within_limits(self, link: Link | None = None) -> None:
         """Refuse a commit, or the end, by which more records are rejected than the job allows.
 
         The records of a retry were within the limits already.
@@ -12216,10 +12227,11 @@ class Worker:
         Raises:
             TooManyRejects: names the first of the batch, at the end the first of the run.
         """
+        course = self._course
         rejected, read = course.rejected, course.read
         if link is not None:
             rejected, read = rejected + link.rejected, read + link.read
-        over = self._job_config.max_rejects.exceeded(rejected, read, at_end=at_end)
+        over = self._job_config.max_rejects.exceeded(rejected, read, at_end=link is None)
         if not over or self._run.retry_of:
             return
         if link is None:
@@ -12259,9 +12271,9 @@ class Worker:
         own_s = self._own_s + max(0.0, began - self._marked_at - read_s - work_s)
         return read_s, work_s, own_s
 
-    def _next_checkpoint(self, course: Course, link: Link) -> Checkpoint:
+    def _next_checkpoint(self, link: Link) -> Checkpoint:
         """Return the body of the next checkpoint; the course itself is not advanced yet."""
-        number = course.number + 1
+        course, number = self._course, self._course.number + 1
         result = [link.result] if link.kind in ("step", "approval") else []
         passed = [] if link.kind == "batch" else [[link.kind, link.loop, *result]]
         before, more = course.counts, link.counts
@@ -12296,18 +12308,21 @@ class Worker:
 
     def _link_fields(self, link: Link) -> dict[str, Any]:
         """Return what a checkpoint says of its own commit."""
-        seldom = {"undoes": self._run.rollback_of} if self._run.rollback_of else {}
-        if link.images:
-            self._images.look(link.images)  # a batch that is in the target may have lost it since
-            seldom |= {name: getattr(link, name) for name in IMAGE_FIELDS}
-        return {
-            **{name: getattr(link, name) for name in ("read", "rejected", "counts")},
+        fields = {
+            "read": link.read,
+            "rejected": link.rejected,
             "staged": link.staged or self._order.generation,
+            "counts": link.counts,
             "first_key": link.texts["first_key"],
             "last_key": link.texts["last_key"],
             "elapsed_s": round(self._host.monotonic() - link.began, 6) if link.began else 0.0,
-            **seldom,
         }
+        if self._run.rollback_of:
+            fields["undoes"] = self._run.rollback_of
+        if link.images:
+            self._images.look(link.images)  # a batch that is in the target may have lost it since
+            fields |= {name: getattr(link, name) for name in IMAGE_FIELDS}
+        return fields
 
     def begin_batches(self, expected: int | None, tried: str) -> None:
         """Move the run to `running`, right before its first batch is handed out."""
@@ -12336,7 +12351,7 @@ class Worker:
             link.image = None
         if not link.rejects:
             return
-        self._require_within_limits(self._course, link)
+        self._require_within_limits(link)
         tries = self._run.tries + (self._size != 0) if number == self._run.number + 1 else 1
         kept = [{**kept_reject(reject), "tries": tries} for reject in link.rejects]
         self._ledger.stage_rejects(self._run, self._order.generation, number, link.loop, kept)

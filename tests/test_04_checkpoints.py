@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
@@ -147,6 +149,16 @@ def test_what_is_no_checkpoint_is_refused_and_says_why(content: bytes, why: str)
     assert refusal.value.what.startswith(why)
 
 
+def test_a_checkpoint_may_have_a_mebibyte_and_not_a_byte_more() -> None:
+    missing = 2**20 - len(checkpoint_bytes(A._replace(source="x" * 10**6))[0])
+    most = A._replace(source="x" * (10**6 + missing))
+    content, digest = checkpoint_bytes(most)
+    assert len(content) == 2**20
+    assert parse_checkpoint(content) == (most, digest)
+    with pytest.raises(CursorError, match="it is larger than 1,048,576 bytes"):
+        checkpoint_bytes(most._replace(source=f"{most.source}x"))
+
+
 def test_a_newer_format_is_refused_with_the_line_to_type() -> None:
     with pytest.raises(NewerFormat) as refusal:
         parse_checkpoint(sealed(b"anything", format_="2"))
@@ -168,6 +180,20 @@ def test_a_checkpoint_that_could_not_be_read_back_is_not_written() -> None:
     ):
         with pytest.raises(CursorError, match=r"^The checkpoint would not read back"):
             checkpoint_bytes(bad)
+
+
+WITHOUT_C = """
+import json, sys
+json.encoder.c_make_encoder = None
+from batchrun import Checkpoint, checkpoint_bytes
+print(checkpoint_bytes(Checkpoint(**json.loads(sys.argv[1])))[1])
+"""
+
+
+def test_a_checkpoint_has_the_same_bytes_where_json_has_no_encoder_in_c() -> None:
+    folder = Path(batchrun.__file__).parent
+    command = [sys.executable, "-c", WITHOUT_C, json.dumps(A._asdict())]
+    assert subprocess.check_output(command, cwd=folder, text=True) == f"{DIGEST}\n"
 
 
 # --- the store ------------------------------------------------------------------------------------

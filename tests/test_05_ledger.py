@@ -27,6 +27,7 @@ from batchrun import (
     Basis,
     Busy,
     Checkpoint,
+    Commit,
     ConfigurationError,
     Ending,
     ExitCode,
@@ -132,8 +133,8 @@ def next_checkpoint(ledger: Ledger, run: Run, *, rejected: int = 0) -> Checkpoin
 def commit(ledger: Ledger, run: Run, *, publish: Callable[[], None] = nothing) -> Run:
     """Make the next commit of a run; return the run after it."""
     checkpoint = next_checkpoint(ledger, run)
-    content, digest = checkpoint_bytes(checkpoint)
-    ledger.commit(run, checkpoint, content, digest, (0.1, 0.2, 0.3), publish)
+    made = Commit(checkpoint, *checkpoint_bytes(checkpoint), spent=(0.1, 0.2, 0.3))
+    ledger.commit(run, made, publish)
     return ledger.run(run.key)
 
 
@@ -582,8 +583,7 @@ def test_rejects_count_only_when_their_commit_does(ledger: Ledger) -> None:
     ledger.stage_rejects(run, 2, 1, "main", two)
     assert ledger.rejects(run) == []
     checkpoint = next_checkpoint(ledger, run, rejected=2)
-    content, digest = checkpoint_bytes(checkpoint)
-    ledger.commit(run, checkpoint, content, digest, (0, 0, 0), nothing)
+    ledger.commit(run, Commit(checkpoint, *checkpoint_bytes(checkpoint)), nothing)
     kept = [(row.id, row.number, row.record, row.reason) for row in ledger.rejects(run)]
     assert kept == [(1, 1, "a", "no sku"), (2, 1, "b", "no price")]
     assert ledger._rows("SELECT count(*) FROM reject") == [(2,)]

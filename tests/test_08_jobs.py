@@ -300,6 +300,14 @@ GUARDS = {
         ),
         "Return None, text, numbers, lists and dicts with text keys.",
     ),
+    "a step result that holds itself": (
+        'me = []; me.append(me)\nctx.step("now", lambda: me)\nyield',
+        (
+            "The result of step 'now' is not JSON: [[...]].\n"
+            "It is recorded once and given back in every later attempt."
+        ),
+        "Return None, text, numbers, lists and dicts with text keys.",
+    ),
     "a target that is no connection": (
         'ctx.batches(range(2), target=open("done.txt", "a"))\nyield',
         (

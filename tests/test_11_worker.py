@@ -304,6 +304,35 @@ def test_a_thread_that_the_job_leaves_behind_does_not_hold_the_worker(project: P
     assert project.run("run", "sync", limit_s=20).code == 0
 
 
+# A mark that takes its time: the database counts to a million whenever one is written.
+SLOW_MARK = """
+from batchrun import job
+
+SLOW = (
+    "CREATE TRIGGER slow AFTER UPDATE OF number ON batchrun_mark BEGIN INSERT INTO t"
+    " SELECT count(*) FROM (WITH RECURSIVE n(i) AS"
+    " (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1000000) SELECT i FROM n); END"
+)
+
+@job
+def sync(ctx):
+    target = ctx.connect("sqlite:t.db")
+    target.execute("CREATE TABLE t (x)")
+    loop = ctx.batches(range(2), target=target, size=1)
+    target.execute(SLOW)
+    for batch in loop:
+        with batch.transaction() as rows:
+            rows.execute("INSERT INTO t VALUES (0)")
+        yield batch
+"""
+
+
+def test_the_time_that_a_mark_takes_is_batchrun_s_own_and_not_the_job_s(project: Project) -> None:
+    project.write(CONFIG, sync=SLOW_MARK)
+    assert project.run("run", "sync").code == 0
+    assert rows(project, "SELECT own_s > work_s, work_s > 0 FROM run") == [(1, 1)]
+
+
 # --- what cannot be recorded ---------------------------------------------------------------------
 
 
@@ -325,6 +354,7 @@ def test_a_disk_that_refuses_ends_with_5_and_the_worker_s_letter_is_shown(
     assert ended.code == 5, ended.err
     assert words in ended.err
     assert "Traceback" not in ended.err
+    assert list(project.state.rglob("*.tmp")) == []
     assert run_row(project) == ("interrupted", "", number)
     assert done(project)[-3:] == RELEASED
     finish_after(project, 0)
