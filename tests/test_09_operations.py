@@ -821,8 +821,8 @@ def test_what_a_withdrawn_stop_kept_from_being_looked_up_is_not_absent(tmp_path:
         operations = Operations(ledger, run, 1, Host(), options, None, driver)
         asked = list[str]()
         claims = [Claim(key, (), b"") for key in "abc"]
-        for claim, row in zip(claims, ids, strict=True):
-            claim.id = row
+        for claim in claims:
+            claim.id = ids[claim.key]
         absent = operations._look_up(claims, How(asked.append, lookup=asked.append))
         assert ([claim.key for claim in absent], asked) == (list("abc"), list("abc"))
 
