@@ -10232,6 +10232,7 @@ SLICE_S = 0.1  # a slice takes about so long, if it can
 TICK_S = 0.1  # between two looks at stops and time limits
 PER_S = {"s": 1, "m": 60, "h": 3600}
 POINTS = {"call": "operation.called", "lookup": "operation.looked_up"}  # named ones, after it
+TWO_RECORDS = "Two records of this batch have it, and what is to be called for them differs."
 MET_AGAIN = "operations were recorded before and are not called again; the first is"
 
 
@@ -10340,24 +10341,14 @@ class Crew:
         kind = type(claim.result).__name__
         raise broken("not awaited", key=claim.key, kind=kind, what=self._what)
 
-    def _make_here(self) -> list[Claim]:
-        """Make calls in the main thread for a moment, each within its time limit."""
-        began, made = self._host.monotonic(), list[Claim]()
-        while self.out and (not made or self._host.monotonic() - began < TICK_S / 10):
-            claim = self._given.popleft()
-            del self.out[claim.key]
-            made.append(claim)
-            if self.halted:
-                continue
-            try:
-                self._of.alarm.call(self._make, claim)
-            except TimeoutError:
-                claim.error = Overdue()
-            if isinstance(claim.error, Overdue):
-                claim.error = self._late(claim)
-            if claim.error is not None:
-                break
-        return made
+    def _make_here(self, claim: Claim) -> None:
+        """Make a call in the main thread, within its time limit."""
+        try:
+            self._of.alarm.call(self._make, claim)
+        except TimeoutError:
+            claim.error = Overdue()
+        if isinstance(claim.error, Overdue):
+            claim.error = self._late(claim)
 
     def turn(self) -> list[Claim]:
         """Begin what is due, wait for a moment, and return what has ended or may not begin."""
@@ -10370,10 +10361,13 @@ class Crew:
         now, before = self._host.monotonic(), len(self.out)
         while self.ready and len(self.out) < self._room and now >= self.due:
             claim = self.ready.popleft()
-            self.out[claim.key] = claim
-            self._given.append(claim)
             if self._interval_s:
                 self.due = max(now, self.due) + self._interval_s
+            if not self._threads:
+                self._make_here(claim)
+                return [claim]
+            self.out[claim.key] = claim
+            self._given.append(claim)
         for _ in range(min(self._threads, len(self.out) - before)):
             self._bells[0].put(1)
         left_s = self.due - now if self.ready and len(self.out) < self._room else TICK_S
@@ -10384,8 +10378,6 @@ class Crew:
         if not self.out:
             self._host.sleep(wait_s)
             return []
-        if not self._threads:
-            return self._make_here()
         with contextlib.suppress(self._silence):
             self._bells[1].get(timeout=wait_s)
         back = [self._back.popleft() for _ in range(len(self._back))]
@@ -10479,7 +10471,8 @@ class Operations:
                 todo.append(claim)
                 continue
             if row.arguments != claim.digest:
-                raise self._reused(row)
+                by = self._ledger.run(row.run)
+                raise self._reused(key, f"It was claimed at {row.claimed_at} by run {by.id}.")
             claim.id = row.id
             if row.outcome is None:
                 unknown[claim] = row
@@ -10516,15 +10509,11 @@ class Operations:
             if key not in claims:
                 claims[key] = Claim(key, arguments, digest)
             elif claims[key].digest != digest:
-                raise self._reused(None, key)
+                raise self._reused(key, TWO_RECORDS)
         return claims
 
-    def _reused(self, row: Operation | None, key: str = "") -> KeyReused:
+    def _reused(self, key: str, why: str) -> KeyReused:
         """Return the letter for a key that means two different things."""
-        why = "Two records of this batch have it, and what is to be called for them differs."
-        if row is not None:
-            by = self._ledger.run(row.run)
-            key, why = row.key, f"It was claimed at {row.claimed_at} by run {by.id}."
         return KeyReused(
             f"The idempotency key {key!r} was used for other arguments.",
             why=why,
@@ -10547,8 +10536,10 @@ class Operations:
 
     # -- the ledger ------------------------------------------------------------------------
 
-    def tell(self, told: Iterable[Told], claims: Sequence[Claim] = (), **of_all: object) -> None:
+    def tell(self, told: Sequence[Told], claims: Sequence[Claim] = (), **of_all: object) -> None:
         """Record what became of operations, and claim others."""
+        if not told and not claims:
+            return
         keys = [(claim.key, claim.digest) for claim in claims]
         ids = self._ledger.operate(self._run, self._generation, told, keys, **of_all)
         for claim in claims:
