@@ -10684,10 +10684,9 @@ class Effects:
         """Take what came back: done, refused, unknown, or not begun."""
         self._claimed -= 1
         if not claim.began:
-            error = claim.error  # of a call that has made nothing
+            if claim.error is not None:  # of a call that has made nothing
+                self._end(claim.error)
             self._again(claim, "it was not begun")
-            if error is not None:
-                self._end(error)
         elif claim.error is not None:
             self._failed(claim, claim.error)
         else:
