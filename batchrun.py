@@ -10772,15 +10772,12 @@ def lookup_main() -> None:
         return
     alarm = Alarm(config.job(job).call_timeout_s)
     for key, recorded in questions:
-        outcome, receipt, why = None, None, ""
         try:
-            if (found := alarm.call(called_lookup, recorded, key)) is None:
-                outcome = FREED
-            else:
-                outcome, receipt = CONFIRMED, _compact(found)
+            found = alarm.call(called_lookup, recorded, key)
+            answer = [CONFIRMED, _compact(found), ""] if found is not None else [FREED, None, ""]
         except Exception as error:  # noqa: BLE001 - the job's own code: it cannot tell
-            why = error_text(error)
-        write_line(answers, json.dumps([key, outcome, receipt, why]))
+            answer = [None, None, error_text(error)]
+        write_line(answers, json.dumps([key, *answer]))
 
 
 # -- letters -------------------------------------------------------------------------------
