@@ -907,6 +907,55 @@ def test_an_owner_that_lost_ownership_claims_nothing_and_tells_nothing(
         assert ledger.newest_operation() == before == 3
 
 
+def test_a_claim_waits_for_the_disk_and_what_is_only_told_does_not(tmp_path: Path) -> None:
+    with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
+        run, connection, levels = opened(ledger), ledger._connection, list[int]()
+
+        def watch(_: object, sql: str, _bindings: object) -> bool:
+            if sql == "COMMIT":
+                levels.append(connection.pragma("synchronous"))
+            return True
+
+        connection.exec_trace = watch
+        (row,) = ledger.operate(run, 1, [], [("key", b"")], number=1).values()
+        ledger.operate(run, 1, [Told(row, FREED)], [])
+        ledger.operate(run, 1, [], [("key", b"")], number=1)
+        ledger.sync(run, 1)
+        assert levels == [2, 1, 2, 2]
+
+
+def test_a_key_that_has_an_outcome_or_is_claimed_is_not_claimed_by_the_ledger(
+    tmp_path: Path,
+) -> None:
+    with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
+        run = opened(ledger)
+        ids = ledger.operate(run, 1, [], [("done", b"1"), ("open", b"2")], number=1)
+        ledger.operate(run, 1, [Told(ids["done"], CONFIRMED, "7")], [])
+        before = ledger.operations_with(run.job, ["done", "open", "new"])
+        for key in ("done", "open"):
+            with pytest.raises(IllegalTransition, match="by somebody else meanwhile"):
+                ledger.operate(run, 1, [], [("new", b""), (key, b"")], number=1)
+        assert ledger.operations_with(run.job, ["done", "open", "new"]) == before
+
+
+def test_a_freed_key_that_is_claimed_again_keeps_nothing_of_its_former_claim(
+    tmp_path: Path,
+) -> None:
+    with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
+        run = opened(ledger)
+        (row,) = ledger.operate(run, 1, [], [("key", b"1")], number=1, lookup="l").values()
+        ledger.operate(run, 1, [Told(row, FREED, "7", "ann", "no")], [])
+        assert ledger.operate(run, 1, [], [("key", b"2")], number=2, irreversible=1) == {"key": row}
+        claim = ledger.operations_with(run.job, ["key"])["key"]
+        assert (claim.arguments, claim.number, claim.lookup, claim.irreversible) == (
+            b"2",
+            2,
+            None,
+            1,
+        )
+        assert [claim.outcome, claim.receipt, claim.ended_at, claim.who, claim.why] == [None] * 5
+
+
 def test_an_operation_that_an_older_run_left_open_belongs_to_the_commit_that_met_it(
     tmp_path: Path,
 ) -> None:
