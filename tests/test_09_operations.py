@@ -938,6 +938,20 @@ def test_a_key_that_has_an_outcome_or_is_claimed_is_not_claimed_by_the_ledger(
         assert ledger.operations_with(run.job, ["done", "open", "new"]) == before
 
 
+def test_an_outcome_is_never_changed_and_an_open_operation_has_no_end(tmp_path: Path) -> None:
+    with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
+        run = opened(ledger)
+        ids = ledger.operate(run, 1, [], [("done", b""), ("open", b"")], number=1)
+        told = [Told(ids["done"], CONFIRMED, "7"), Told(ids["open"], None, why="cut off")]
+        ledger.operate(run, 1, told, [])
+        before = ledger.operations_with(run.job, ["done", "open"])
+        assert (before["open"].why, before["open"].ended_at) == ("cut off", None)
+        assert before["done"].ended_at
+        ledger.operate(run, 1, [Told(ids["done"], FREED, None, "ann", "no")], [])
+        ledger.take_up(run, 1, 9, [before["done"]])
+        assert ledger.operations_with(run.job, ["done", "open"]) == before
+
+
 def test_a_freed_key_that_is_claimed_again_keeps_nothing_of_its_former_claim(
     tmp_path: Path,
 ) -> None:
