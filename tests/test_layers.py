@@ -26,7 +26,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Locks and maintenance": 445,
     "Health": 910,
     "Jobs": 2_875,
-    "Operations": 650,
+    "Operations": 635,
     "Recovery": 1_095,
     "Worker": 895,
     "Supervisor": 2_005,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 1_665,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 18_019  # must stay under
+LINES_IN_ALL = 18_010  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
