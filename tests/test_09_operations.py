@@ -14,7 +14,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import apsw
@@ -28,6 +28,7 @@ from test_crash_table import Nursery, nursery
 from batchrun import (
     CONFIRMED,
     FREED,
+    Alarm,
     Busy,
     Claim,
     Crew,
@@ -776,12 +777,24 @@ class Door:
         """Stay open."""
 
 
-def a_crew(calls: Any, workers: int) -> Crew:  # noqa: ANN401 - what a claim is given to
-    of: Any = SimpleNamespace(
-        host=Host(), driver=Door(), options=SimpleNamespace(call_timeout_s=60.0)
-    )
+def a_crew(calls: Any, workers: int, rate: str | None = None) -> Crew:  # noqa: ANN401 - any call
+    options = SimpleNamespace(call_timeout_s=60.0)
+    of: Any = SimpleNamespace(host=Host(), driver=Door(), options=options, alarm=Alarm(60.0))
     of.driver.stops = 0
-    return Crew(of, How(calls, workers=workers), calls, "call")
+    return Crew(of, How(calls, workers=workers, rate=rate), calls, "call")
+
+
+def test_a_crew_of_one_makes_a_call_a_turn_at_the_rate_and_none_after_a_halt() -> None:
+    began = list[str]()
+    with a_crew(lambda claim: began.append(claim.key), 1, "1/h") as crew:
+        crew.add([Claim(str(n), (), b"") for n in range(3)])
+        assert [claim.key for claim in crew.turn()] == ["0"]
+        assert (crew.turn(), began) == ([], ["0"])  # the next one is due in an hour
+        crew.due = 0.0
+        assert [claim.key for claim in crew.turn()] == ["1"]
+        crew.due, crew.halted = 0.0, True
+        (left,) = crew.turn()
+        assert (left.key, left.began, began) == ("2", 0.0, ["0", "1"])
 
 
 def test_what_is_not_begun_when_its_crew_is_left_is_never_called() -> None:
@@ -907,21 +920,41 @@ def test_an_owner_that_lost_ownership_claims_nothing_and_tells_nothing(
         assert ledger.newest_operation() == before == 3
 
 
+def commits_of(ledger: Ledger) -> list[int]:
+    """Return a list that gets the level of `synchronous` of each transaction that is committed."""
+    connection, levels = ledger._connection, list[int]()
+
+    def watch(_: object, sql: str, _bindings: object) -> bool:
+        if sql == "COMMIT":
+            levels.append(connection.pragma("synchronous"))
+        return True
+
+    connection.exec_trace = watch
+    return levels
+
+
 def test_a_claim_waits_for_the_disk_and_what_is_only_told_does_not(tmp_path: Path) -> None:
     with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
-        run, connection, levels = opened(ledger), ledger._connection, list[int]()
-
-        def watch(_: object, sql: str, _bindings: object) -> bool:
-            if sql == "COMMIT":
-                levels.append(connection.pragma("synchronous"))
-            return True
-
-        connection.exec_trace = watch
+        run, levels = opened(ledger), commits_of(ledger)
         (row,) = ledger.operate(run, 1, [], [("key", b"")], number=1).values()
         ledger.operate(run, 1, [Told(row, FREED)], [])
         ledger.operate(run, 1, [], [("key", b"")], number=1)
         ledger.sync(run, 1)
         assert levels == [2, 1, 2, 2]
+
+
+def test_what_was_only_told_is_synced_once_and_nothing_is_told_for_nothing(tmp_path: Path) -> None:
+    with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
+        run, driver = opened(ledger), cast("Any", Door())
+        options: Any = SimpleNamespace(settle_s=0.0)
+        operations = Operations(ledger, run, 1, Host(), options, None, driver)
+        claim, levels = Claim("key", (), b""), commits_of(ledger)
+        operations.tell([], [claim], number=1)
+        assert (operations.sync(), levels) == (claim.id, [2])
+        operations.tell([Told(claim.id, CONFIRMED)])
+        assert [operations.sync(), operations.sync(), levels] == [claim.id, claim.id, [2, 1, 2]]
+        operations.tell([])
+        assert (operations.sync(), levels) == (claim.id, [2, 1, 2])
 
 
 def test_a_key_that_has_an_outcome_or_is_claimed_is_not_claimed_by_the_ledger(
