@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, date, datetime
@@ -32,6 +33,7 @@ from batchrun import (
     Busy,
     Claim,
     Crew,
+    Effects,
     Host,
     How,
     IllegalTransition,
@@ -776,6 +778,10 @@ class Door:
     def pass_gate(self) -> None:
         """Stay open."""
 
+    def say(self, text: str) -> None:
+        """Keep what people are told."""
+        self.said = text
+
 
 def a_crew(calls: Any, workers: int, rate: str | None = None) -> Crew:  # noqa: ANN401 - any call
     options = SimpleNamespace(call_timeout_s=60.0)
@@ -812,6 +818,16 @@ def test_what_is_not_begun_when_its_crew_is_left_is_never_called() -> None:
     go_on.set()
     wait_for(lambda: threading.active_count() == before, "the end of both")
     assert began == ["0", "1"]
+
+
+def test_no_more_calls_are_in_flight_than_workers_where_there_is_a_rate() -> None:
+    go_on = threading.Event()
+    with a_crew(lambda _: go_on.wait(20), 2, "999999/s") as crew:
+        crew.add([Claim(str(n), (), b"") for n in range(9)])
+        for _ in range(4):
+            assert crew.turn() == []
+        assert len(crew.out) == 2
+        go_on.set()
 
 
 def test_the_time_limit_of_a_lookup_begins_with_it_also_when_it_is_asked_again() -> None:
@@ -941,6 +957,36 @@ def test_a_claim_waits_for_the_disk_and_what_is_only_told_does_not(tmp_path: Pat
         ledger.operate(run, 1, [], [("key", b"")], number=1)
         ledger.sync(run, 1)
         assert levels == [2, 1, 2, 2]
+
+
+def test_instant_calls_are_told_and_claimed_by_the_slice_and_two_slices_are_open_at_most(
+    tmp_path: Path,
+) -> None:
+    with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
+        run, driver, levels = opened(ledger), cast("Any", Door()), commits_of(ledger)
+        driver.stops = 0
+        options: Any = SimpleNamespace(settle_s=0.0, call_timeout_s=60.0)
+        operations = Operations(ledger, run, 1, Host(), options, None, driver)
+        claims = [Claim(str(n), (), b"") for n in range(320)]
+        how = How(lambda _: len(ledger.open_operations(run)))
+        effects = Effects(operations, 1, how, deque(claims))
+        effects._size = effects._most
+        effects.make_all()
+        assert max(claim.result for claim in claims) == 2 * 64
+        assert levels == [2] * 5 + [1] * (len(levels) - 5)
+        assert len(levels) <= 8
+
+
+def test_a_key_counts_as_called_in_the_batch_that_called_it_and_is_done_in_any_other(
+    tmp_path: Path,
+) -> None:
+    with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
+        driver: Any = Door()
+        options: Any = SimpleNamespace(settle_s=0.0, call_timeout_s=60.0)
+        operations = Operations(ledger, opened(ledger), 1, Host(), options, None, driver)
+        met = [operations.perform(n, [("key", ())], How(str))[0].counts_as for n in (1, 1, 2)]
+        assert met == ["called", "called", "already done"]
+        assert "'key'" in driver.said
 
 
 def test_what_was_only_told_is_synced_once_and_nothing_is_told_for_nothing(tmp_path: Path) -> None:
