@@ -10659,7 +10659,7 @@ class Effects:
             if now - self._turned_at < SLICE_S:
                 self._size = min(2 * self._size, self._most)
             self._turned_at = now
-        room = 0 if self._crew.halted or self._claimed > self._size else self._size
+        room = 0 if self._crew.halted else self._size
         claims = [self._todo.popleft() for _ in range(min(room, len(self._todo)))]
         told, self._told = self._told, []
         self._of.tell(told, claims, **self._of_all)

@@ -959,6 +959,14 @@ def test_a_claim_waits_for_the_disk_and_what_is_only_told_does_not(tmp_path: Pat
         assert levels == [2, 1, 2, 2]
 
 
+class Instant(Host):
+    """A machine on which nothing takes any time."""
+
+    def monotonic(self) -> float:
+        """Return a moment, the same one always."""
+        return 1.0
+
+
 def test_instant_calls_are_told_and_claimed_by_the_slice_and_two_slices_are_open_at_most(
     tmp_path: Path,
 ) -> None:
@@ -966,7 +974,7 @@ def test_instant_calls_are_told_and_claimed_by_the_slice_and_two_slices_are_open
         run, driver, levels = opened(ledger), cast("Any", Door()), commits_of(ledger)
         driver.stops = 0
         options: Any = SimpleNamespace(settle_s=0.0, call_timeout_s=60.0)
-        operations = Operations(ledger, run, 1, Host(), options, None, driver)
+        operations = Operations(ledger, run, 1, Instant(), options, None, driver)
         claims = [Claim(str(n), (), b"") for n in range(320)]
         how = How(lambda _: len(ledger.open_operations(run)))
         effects = Effects(operations, 1, how, deque(claims))
