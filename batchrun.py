@@ -3655,15 +3655,19 @@ MOVE = """UPDATE run SET state = :to, reason = :reason, changed_at = :now, error
   deferred = iif(:ends OR :to = 'reserved', NULL, deferred)
   WHERE key = :key AND state = :state RETURNING 1"""
 CUT_OFF = "the process ended during the call"
-# The outcome of an open operation, or why it is open still; and a claim, also of a freed key.
-OUTCOME = """UPDATE operation SET outcome = ?, receipt = ?, ended_at = ?, who = ?, why = ?
-  WHERE id = ? AND outcome IS NULL"""
+# The outcome of an open operation, or why it is open still: what is Told, and the time.
+OUTCOME = """UPDATE operation SET outcome = ?2, receipt = ?3, who = ?4, why = ?5,
+  ended_at = iif(?2 IS NULL, NULL, ?6) WHERE id = ?1 AND outcome IS NULL"""
+# Claims, also of freed keys; :claims are [key, digest in hex] as JSON, a third of the time of a
+# statement for each.
 CLAIM = """INSERT INTO operation
   (job, key, arguments, run, generation, number, lookup, irreversible, claimed_at)
-  VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9) ON CONFLICT (job, key) DO UPDATE SET
-  arguments = ?3, run = ?4, generation = ?5, number = ?6, lookup = ?7, irreversible = ?8,
-  claimed_at = ?9, outcome = NULL, receipt = NULL, ended_at = NULL, who = NULL, why = NULL
-  WHERE outcome = 'freed' RETURNING id"""
+  SELECT :job, value ->> 0, unhex(value ->> 1), :run, :generation, :number, :lookup,
+    :irreversible, :now FROM json_each(:claims) WHERE true
+  ON CONFLICT (job, key) DO UPDATE SET arguments = excluded.arguments, run = :run,
+  generation = :generation, number = :number, lookup = :lookup, irreversible = :irreversible,
+  claimed_at = :now, outcome = NULL, receipt = NULL, ended_at = NULL, who = NULL, why = NULL
+  WHERE outcome = 'freed' RETURNING key, id"""
 DONE, CONFIRMED, FREED = "done", "confirmed", "freed"
 DELIVERY_TRIES, DELIVERIES_AT_ONCE = 12, 32
 TRIED = "SELECT count(*), coalesce(max(at), '') FROM delivery WHERE alert = ? AND way = ?"
@@ -5131,30 +5135,32 @@ class Ledger:
         run: Run,
         generation: int,
         told: Iterable[Told],
-        claims: Sequence[tuple[str, bytes]] = (),
+        claims: Sequence[tuple[str, bytes]],
         **of_all: object,
-    ) -> list[int]:
-        """Record, fenced, what became of operations, and claim others; return the claims' ids.
+    ) -> dict[str, int]:
+        """Record, fenced, what became of operations, and claim others; return ids by their keys.
 
         A claim is a key with the digest of its arguments; `of_all` is `number`, `lookup` and
         `irreversible`. Claims are durable when this returns. What is only told survives a kill, but
         a power cut not before the next commit: then it is unknown, which is true.
         """
-        now = self._host.now()
-        rows = [(t.outcome, t.receipt, t.outcome and now, t.who, t.why, t.id) for t in told]
-        columns = (of_all.get("number"), of_all.get("lookup"), of_all.get("irreversible", 0), now)
-        many = self._connection.executemany
-        mine = [(run.job, *claim, run.key, generation, *columns) for claim in claims]
-        self._sql(f"PRAGMA synchronous = {'FULL' if claims else 'NORMAL'}")
+        now, ids = self._host.now(), dict[str, int]()
+        mine = {"job": run.job, "run": run.key, "generation": generation, "now": now}
+        mine |= {"lookup": None, "irreversible": 0, **of_all}
         try:
+            if not claims:
+                self._sql("PRAGMA synchronous = NORMAL")
             with self._owning(run, generation):
-                many(OUTCOME, rows)
-                ids = [row[0] for row in many(CLAIM, mine)]
+                self._connection.executemany(OUTCOME, [(*row, now) for row in told])
+                if claims:
+                    mine["claims"] = _compact([(key, digest.hex()) for key, digest in claims])
+                    ids = dict(self._sql(CLAIM, mine))
                 if len(ids) < len(claims):
                     raise IllegalTransition("An operation was claimed by somebody else meanwhile.")
                 reach("operation.claiming" if claims else "operation.settling", run.number + 1)
         finally:
-            self._sql("PRAGMA synchronous = FULL")
+            if not claims:
+                self._sql("PRAGMA synchronous = FULL")
         return ids
 
     def sync(self, run: Run, generation: int) -> None:
@@ -5184,9 +5190,7 @@ class Ledger:
                     unchanged="Nothing was changed.",
                     todo=f"See: batchrun status {run.job}",
                 )
-            now = told.outcome and self._host.now()
-            values = (told.outcome, told.receipt, now, told.who, told.why, operation.id)
-            if self._sql(f"{OUTCOME} RETURNING 1", values).fetchone() is None:
+            if not self._sql(f"{OUTCOME} RETURNING 1", (*told, self._host.now())).fetchone():
                 raise IllegalTransition(
                     f"The operation {operation.key!r} has its outcome already.",
                     unchanged="Nothing was changed.",
@@ -10079,6 +10083,7 @@ SLICE_S = 0.1  # a slice takes about so long, if it can
 TICK_S = 0.1  # between two looks at stops and time limits
 PER_S = {"s": 1, "m": 60, "h": 3600}
 POINTS = {"call": "operation.called", "lookup": "operation.looked_up"}  # named ones, after it
+TWO_RECORDS = "Two records of this batch have it, and what is to be called for them differs."
 MET_AGAIN = "operations were recorded before and are not called again; the first is"
 
 
@@ -10187,24 +10192,14 @@ class Crew:
         kind = type(claim.result).__name__
         raise broken("not awaited", key=claim.key, kind=kind, what=self._what)
 
-    def _make_here(self) -> list[Claim]:
-        """Make calls in the main thread for a moment, each within its time limit."""
-        began, made = self._host.monotonic(), list[Claim]()
-        while self.out and (not made or self._host.monotonic() - began < TICK_S / 10):
-            claim = self._given.popleft()
-            del self.out[claim.key]
-            made.append(claim)
-            if self.halted:
-                continue
-            try:
-                self._of.alarm.call(self._make, claim)
-            except TimeoutError:
-                claim.error = Overdue()
-            if isinstance(claim.error, Overdue):
-                claim.error = self._late(claim)
-            if claim.error is not None:
-                break
-        return made
+    def _make_here(self, claim: Claim) -> None:
+        """Make a call in the main thread, within its time limit."""
+        try:
+            self._of.alarm.call(self._make, claim)
+        except TimeoutError:
+            claim.error = Overdue()
+        if isinstance(claim.error, Overdue):
+            claim.error = self._late(claim)
 
     def turn(self) -> list[Claim]:
         """Begin what is due, wait for a moment, and return what has ended or may not begin."""
@@ -10217,10 +10212,13 @@ class Crew:
         now, before = self._host.monotonic(), len(self.out)
         while self.ready and len(self.out) < self._room and now >= self.due:
             claim = self.ready.popleft()
-            self.out[claim.key] = claim
-            self._given.append(claim)
             if self._interval_s:
                 self.due = max(now, self.due) + self._interval_s
+            if not self._threads:
+                self._make_here(claim)
+                return [claim]
+            self.out[claim.key] = claim
+            self._given.append(claim)
         for _ in range(min(self._threads, len(self.out) - before)):
             self._bells[0].put(1)
         left_s = self.due - now if self.ready and len(self.out) < self._room else TICK_S
@@ -10231,8 +10229,6 @@ class Crew:
         if not self.out:
             self._host.sleep(wait_s)
             return []
-        if not self._threads:
-            return self._make_here()
         with contextlib.suppress(self._silence):
             self._bells[1].get(timeout=wait_s)
         back = [self._back.popleft() for _ in range(len(self._back))]
@@ -10326,7 +10322,8 @@ class Operations:
                 todo.append(claim)
                 continue
             if row.arguments != claim.digest:
-                raise self._reused(row)
+                by = self._ledger.run(row.run)
+                raise self._reused(key, f"It was claimed at {row.claimed_at} by run {by.id}.")
             claim.id = row.id
             if row.outcome is None:
                 unknown[claim] = row
@@ -10363,15 +10360,11 @@ class Operations:
             if key not in claims:
                 claims[key] = Claim(key, arguments, digest)
             elif claims[key].digest != digest:
-                raise self._reused(None, key)
+                raise self._reused(key, TWO_RECORDS)
         return claims
 
-    def _reused(self, row: Operation | None, key: str = "") -> KeyReused:
+    def _reused(self, key: str, why: str) -> KeyReused:
         """Return the letter for a key that means two different things."""
-        why = "Two records of this batch have it, and what is to be called for them differs."
-        if row is not None:
-            by = self._ledger.run(row.run)
-            key, why = row.key, f"It was claimed at {row.claimed_at} by run {by.id}."
         return KeyReused(
             f"The idempotency key {key!r} was used for other arguments.",
             why=why,
@@ -10394,13 +10387,15 @@ class Operations:
 
     # -- the ledger ------------------------------------------------------------------------
 
-    def tell(self, told: Iterable[Told], claims: Sequence[Claim] = (), **of_all: object) -> None:
+    def tell(self, told: Sequence[Told], claims: Sequence[Claim] = (), **of_all: object) -> None:
         """Record what became of operations, and claim others."""
+        if not told and not claims:
+            return
         keys = [(claim.key, claim.digest) for claim in claims]
         ids = self._ledger.operate(self._run, self._generation, told, keys, **of_all)
-        for claim, row_id in zip(claims, ids, strict=True):
-            claim.id = row_id
-        self.newest = max(self.newest, *ids, 0)
+        for claim in claims:
+            claim.id = ids[claim.key]
+        self.newest = max(self.newest, *ids.values(), 0)
         self._told = not claims
         reach("operation.claimed" if claims else "operation.settled", self.newest)
 
@@ -10515,7 +10510,7 @@ class Effects:
             if now - self._turned_at < SLICE_S:
                 self._size = min(2 * self._size, self._most)
             self._turned_at = now
-        room = 0 if self._crew.halted or self._claimed > self._size else self._size
+        room = 0 if self._crew.halted else self._size
         claims = [self._todo.popleft() for _ in range(min(room, len(self._todo)))]
         told, self._told = self._told, []
         self._of.tell(told, claims, **self._of_all)
@@ -10540,16 +10535,15 @@ class Effects:
         """Take what came back: done, refused, unknown, or not begun."""
         self._claimed -= 1
         if not claim.began:
-            error = claim.error  # of a call that has made nothing
+            if claim.error is not None:  # of a call that has made nothing
+                self._end(claim.error)
             self._again(claim, "it was not begun")
-            if error is not None:
-                self._end(error)
         elif claim.error is not None:
             self._failed(claim, claim.error)
         else:
             text = self._of.receipt_text(claim)
             claim.counts_as = "called"
-            self._told.append(Told(claim.id, DONE, text))
+            self._told.append(Told(claim.id, DONE, text, None, None))
             if text is None:
                 self._end(broken("no receipt", key=claim.key, receipt=repr(claim.result)[:200]))
 
@@ -10629,15 +10623,12 @@ def lookup_main() -> None:
         return
     alarm = Alarm(config.job(job).call_timeout_s)
     for key, recorded in questions:
-        outcome, receipt, why = None, None, ""
         try:
-            if (found := alarm.call(called_lookup, recorded, key)) is None:
-                outcome = FREED
-            else:
-                outcome, receipt = CONFIRMED, _compact(found)
+            found = alarm.call(called_lookup, recorded, key)
+            answer = [CONFIRMED, _compact(found), ""] if found is not None else [FREED, None, ""]
         except Exception as error:  # noqa: BLE001 - the job's own code: it cannot tell
-            why = error_text(error)
-        write_line(answers, json.dumps([key, outcome, receipt, why]))
+            answer = [None, None, error_text(error)]
+        write_line(answers, json.dumps([key, *answer]))
 
 
 # -- letters -------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, date, datetime
@@ -14,7 +15,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import apsw
@@ -30,9 +31,11 @@ from test_crash_table import Nursery, nursery
 from batchrun import (
     CONFIRMED,
     FREED,
+    Alarm,
     Busy,
     Claim,
     Crew,
+    Effects,
     Host,
     How,
     IllegalTransition,
@@ -781,13 +784,29 @@ class Door:
     def pass_gate(self) -> None:
         """Stay open."""
 
+    def say(self, text: str) -> None:
+        """Keep what people are told."""
+        self.said = text
 
-def a_crew(calls: Any, workers: int) -> Crew:  # noqa: ANN401 - what a claim is given to
-    of: Any = SimpleNamespace(
-        host=Host(), driver=Door(), options=SimpleNamespace(call_timeout_s=60.0)
-    )
+
+def a_crew(calls: Any, workers: int, rate: str | None = None) -> Crew:  # noqa: ANN401 - any call
+    options = SimpleNamespace(call_timeout_s=60.0)
+    of: Any = SimpleNamespace(host=Host(), driver=Door(), options=options, alarm=Alarm(60.0))
     of.driver.stops = 0
-    return Crew(of, How(calls, workers=workers), calls, "call")
+    return Crew(of, How(calls, workers=workers, rate=rate), calls, "call")
+
+
+def test_a_crew_of_one_makes_a_call_a_turn_at_the_rate_and_none_after_a_halt() -> None:
+    began = list[str]()
+    with a_crew(lambda claim: began.append(claim.key), 1, "1/h") as crew:
+        crew.add([Claim(str(n), (), b"") for n in range(3)])
+        assert [claim.key for claim in crew.turn()] == ["0"]
+        assert (crew.turn(), began) == ([], ["0"])  # the next one is due in an hour
+        crew.due = 0.0
+        assert [claim.key for claim in crew.turn()] == ["1"]
+        crew.due, crew.halted = 0.0, True
+        (left,) = crew.turn()
+        assert (left.key, left.began, began) == ("2", 0.0, ["0", "1"])
 
 
 def test_what_is_not_begun_when_its_crew_is_left_is_never_called() -> None:
@@ -805,6 +824,16 @@ def test_what_is_not_begun_when_its_crew_is_left_is_never_called() -> None:
     go_on.set()
     wait_for(lambda: threading.active_count() == before, "the end of both")
     assert began == ["0", "1"]
+
+
+def test_no_more_calls_are_in_flight_than_workers_where_there_is_a_rate() -> None:
+    go_on = threading.Event()
+    with a_crew(lambda _: go_on.wait(20), 2, "999999/s") as crew:
+        crew.add([Claim(str(n), (), b"") for n in range(9)])
+        for _ in range(4):
+            assert crew.turn() == []
+        assert len(crew.out) == 2
+        go_on.set()
 
 
 def test_the_time_limit_of_a_lookup_begins_with_it_also_when_it_is_asked_again() -> None:
@@ -827,8 +856,8 @@ def test_what_a_withdrawn_stop_kept_from_being_looked_up_is_not_absent(tmp_path:
         operations = Operations(ledger, run, 1, Host(), options, None, driver)
         asked = list[str]()
         claims = [Claim(key, (), b"") for key in "abc"]
-        for claim, row in zip(claims, ids, strict=True):
-            claim.id = row
+        for claim in claims:
+            claim.id = ids[claim.key]
         absent = operations._look_up(claims, How(asked.append, lookup=asked.append))
         assert ([claim.key for claim in absent], asked) == (list("abc"), list("abc"))
 
@@ -911,6 +940,127 @@ def test_an_owner_that_lost_ownership_claims_nothing_and_tells_nothing(
             with pytest.raises(LostOwnership):
                 ledger.operate(ended, ended.generation - 1, told, claims, number=1)
         assert ledger.newest_operation() == before == 3
+
+
+def commits_of(ledger: Ledger) -> list[int]:
+    """Return a list that gets the level of `synchronous` of each transaction that is committed."""
+    connection, levels = ledger._connection, list[int]()
+
+    def watch(_: object, sql: str, _bindings: object) -> bool:
+        if sql == "COMMIT":
+            levels.append(connection.pragma("synchronous"))
+        return True
+
+    connection.exec_trace = watch
+    return levels
+
+
+def test_a_claim_waits_for_the_disk_and_what_is_only_told_does_not(tmp_path: Path) -> None:
+    with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
+        run, levels = opened(ledger), commits_of(ledger)
+        (row,) = ledger.operate(run, 1, [], [("key", b"")], number=1).values()
+        ledger.operate(run, 1, [Told(row, FREED)], [])
+        ledger.operate(run, 1, [], [("key", b"")], number=1)
+        ledger.sync(run, 1)
+        assert levels == [2, 1, 2, 2]
+
+
+class Instant(Host):
+    """A machine on which nothing takes any time."""
+
+    def monotonic(self) -> float:
+        """Return a moment, the same one always."""
+        return 1.0
+
+
+def test_instant_calls_are_told_and_claimed_by_the_slice_and_two_slices_are_open_at_most(
+    tmp_path: Path,
+) -> None:
+    with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
+        run, driver, levels = opened(ledger), cast("Any", Door()), commits_of(ledger)
+        driver.stops = 0
+        options: Any = SimpleNamespace(settle_s=0.0, call_timeout_s=60.0)
+        operations = Operations(ledger, run, 1, Instant(), options, None, driver)
+        claims = [Claim(str(n), (), b"") for n in range(320)]
+        how = How(lambda _: len(ledger.open_operations(run)))
+        effects = Effects(operations, 1, how, deque(claims))
+        effects._size = effects._most
+        effects.make_all()
+        assert max(claim.result for claim in claims) == 2 * 64
+        assert levels == [2] * 5 + [1] * (len(levels) - 5)
+        assert len(levels) <= 8
+
+
+def test_a_key_counts_as_called_in_the_batch_that_called_it_and_is_done_in_any_other(
+    tmp_path: Path,
+) -> None:
+    with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
+        driver: Any = Door()
+        options: Any = SimpleNamespace(settle_s=0.0, call_timeout_s=60.0)
+        operations = Operations(ledger, opened(ledger), 1, Host(), options, None, driver)
+        met = [operations.perform(n, [("key", ())], How(str))[0].counts_as for n in (1, 1, 2)]
+        assert met == ["called", "called", "already done"]
+        assert "'key'" in driver.said
+
+
+def test_what_was_only_told_is_synced_once_and_nothing_is_told_for_nothing(tmp_path: Path) -> None:
+    with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
+        run, driver = opened(ledger), cast("Any", Door())
+        options: Any = SimpleNamespace(settle_s=0.0)
+        operations = Operations(ledger, run, 1, Host(), options, None, driver)
+        claim, levels = Claim("key", (), b""), commits_of(ledger)
+        operations.tell([], [claim], number=1)
+        assert (operations.sync(), levels) == (claim.id, [2])
+        operations.tell([Told(claim.id, CONFIRMED)])
+        assert [operations.sync(), operations.sync(), levels] == [claim.id, claim.id, [2, 1, 2]]
+        operations.tell([])
+        assert (operations.sync(), levels) == (claim.id, [2, 1, 2])
+
+
+def test_a_key_that_has_an_outcome_or_is_claimed_is_not_claimed_by_the_ledger(
+    tmp_path: Path,
+) -> None:
+    with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
+        run = opened(ledger)
+        ids = ledger.operate(run, 1, [], [("done", b"1"), ("open", b"2")], number=1)
+        ledger.operate(run, 1, [Told(ids["done"], CONFIRMED, "7")], [])
+        before = ledger.operations_with(run.job, ["done", "open", "new"])
+        for key in ("done", "open"):
+            with pytest.raises(IllegalTransition, match="by somebody else meanwhile"):
+                ledger.operate(run, 1, [], [("new", b""), (key, b"")], number=1)
+        assert ledger.operations_with(run.job, ["done", "open", "new"]) == before
+
+
+def test_an_outcome_is_never_changed_and_an_open_operation_has_no_end(tmp_path: Path) -> None:
+    with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
+        run = opened(ledger)
+        ids = ledger.operate(run, 1, [], [("done", b""), ("open", b"")], number=1)
+        told = [Told(ids["done"], CONFIRMED, "7"), Told(ids["open"], None, why="cut off")]
+        ledger.operate(run, 1, told, [])
+        before = ledger.operations_with(run.job, ["done", "open"])
+        assert (before["open"].why, before["open"].ended_at) == ("cut off", None)
+        assert before["done"].ended_at
+        ledger.operate(run, 1, [Told(ids["done"], FREED, None, "ann", "no")], [])
+        ledger.take_up(run, 1, 9, [before["done"]])
+        assert ledger.operations_with(run.job, ["done", "open"]) == before
+
+
+def test_a_freed_key_that_is_claimed_again_keeps_nothing_of_its_former_claim(
+    tmp_path: Path,
+) -> None:
+    with closing(open_ledger(tmp_path / "ledger.db", Host(), create=True)) as ledger:
+        run = opened(ledger)
+        (row,) = ledger.operate(run, 1, [], [("key", b"1")], number=1, lookup="l").values()
+        ledger.operate(run, 1, [Told(row, FREED, "7", "ann", "no")], [])
+        assert ledger.operate(run, 1, [], [("key", b"2")], number=2, irreversible=1) == {"key": row}
+        claim = ledger.operations_with(run.job, ["key"])["key"]
+        assert (claim.arguments, claim.number, claim.lookup, claim.irreversible) == (
+            b"2",
+            2,
+            None,
+            1,
+        )
+        assert [claim.outcome, claim.receipt, claim.ended_at, claim.who, claim.why] == [None] * 5
 
 
 def test_an_operation_that_an_older_run_left_open_belongs_to_the_commit_that_met_it(

@@ -26,7 +26,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Locks and maintenance": 435,
     "Health": 850,
     "Jobs": 2_785,
-    "Operations": 650,
+    "Operations": 635,
     "Recovery": 1_085,
     "Worker": 900,
     "Supervisor": 1_960,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 1_695,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 17_846  # must stay under
+LINES_IN_ALL = 17_837  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

@@ -94,11 +94,13 @@ def bare_s(folder: Path, keys: int, at_once: int) -> tuple[float, float]:
     began, used = time.perf_counter(), time.process_time()
     for first in range(0, keys, at_once):
         names = [f"bare/{at_once}/{n}" for n in range(first, min(first + at_once, keys))]
-        rows = [(run.job, name, bytes(32), run.key, 1, 1, None, 0, at) for name in names]
+        of_all = {"job": run.job, "run": run.key, "generation": 1, "number": 1, "now": at}
+        of_all |= {"lookup": None, "irreversible": 0}
+        claims = json.dumps([(name, bytes(32).hex()) for name in names])
         connection.execute("PRAGMA synchronous = FULL; BEGIN IMMEDIATE")
-        ids = [row[0] for row in connection.executemany(batchrun.CLAIM, rows)]
+        ids = connection.execute(batchrun.CLAIM, {**of_all, "claims": claims}).fetchall()
         connection.execute("COMMIT; PRAGMA synchronous = NORMAL; BEGIN IMMEDIATE")
-        told = [("done", '{"id": 1}', at, None, None, row) for row in ids]
+        told = [(row, "done", '{"id": 1}', None, None, at) for _, row in ids]
         connection.executemany(batchrun.OUTCOME, told)
         connection.execute("COMMIT")
     took = time.perf_counter() - began, time.process_time() - used
