@@ -17900,24 +17900,48 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
     app = app or App()
     root = Grouped("batchrun", help="Run long batch jobs so that they survive.")
     root.params = [click.Option(list(names), **more) for names, more in GLOBAL]
-    root.callback = app.take
+    version, meaning = f"batchrun, version {VERSION}", "Show the version and exit."
+    root.params += [answered_at_once(click, "--version", meaning, version), help_option(click)]
+    root.callback, root.add_help_option = app.take, False
     root.epilog = exit_text(list(ExitCode))
-    click.version_option(VERSION, prog_name="batchrun")(root)
     named = [parts for parts in COMMANDS if parts.name.split()[0] in arguments]
     for parts in COMMANDS if "--help" in arguments or not named else named:
         first, _, second = parts.name.partition(" ")
         if second and first not in root.commands:
             title = f"{first.capitalize()}, by a second word."
-            everywhere = hidden_globals(click)
-            root.add_command(click.Group(first, params=everywhere, callback=app.take, help=title))
+            group = click.Group(first, params=hidden_globals(click), callback=app.take, help=title)
+            group.add_help_option = False
+            root.add_command(group)
         above: Any = root.commands[first] if second else root
         above.add_command(build_command(click, app, parts))
     return root
 
 
 def hidden_globals(click: Any) -> list[Any]:
-    """Return the global options for a place where they are taken and not shown again."""
-    return [click.Option(list(names), **more, hidden=True) for names, more in GLOBAL]
+    """Return the global options for a place where they are taken, and only --help is shown."""
+    options = [click.Option(list(names), **more, hidden=True) for names, more in GLOBAL]
+    return [*options, help_option(click)]
+
+
+def help_option(click: Any) -> Any:
+    """Return the option --help."""
+    return answered_at_once(click, "--help", "Show this message and exit.")
+
+
+def answered_at_once(click: Any, name: str, meaning: str, answer: str = "") -> Any:
+    """Return an option that is answered, by default with the help page, and then nothing is done.
+
+    click's own --help and --version look for translations of their sentences at each start: 2 ms.
+    """
+
+    def show(context: Any, _: Any, is_given: bool) -> None:  # noqa: FBT001 - as click calls it
+        if is_given and not context.resilient_parsing:
+            click.echo(answer or context.get_help(), color=context.color)
+            context.exit()
+
+    option = click.Option([name], is_flag=True, is_eager=True, expose_value=False, help=meaning)
+    option.callback = show
+    return option
 
 
 def build_command(click: Any, app: App, parts: CommandParts) -> Any:
@@ -17943,6 +17967,7 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     return click.Command(
         parts.name.rpartition(" ")[2],
         params=[*made, *hidden_globals(click)],
+        add_help_option=False,
         callback=call,
         help=parts.function.__doc__,
         epilog=exit_text(parts.exits),

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
     "Vocabulary": 605,
     "Host": 835,
-    "Configuration": 1_235,
+    "Configuration": 1_255,
     "Checkpoints": 495,
     "Ledger": 2_660,
     "Locks and maintenance": 445,
@@ -31,10 +31,10 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Worker": 895,
     "Supervisor": 2_005,
     "Reports": 1_535,
-    "Command line": 1_665,
+    "Command line": 1_690,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 18_019  # must stay under
+LINES_IN_ALL = 18_068  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
