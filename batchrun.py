@@ -52,6 +52,14 @@ says its rules before the code does.
 
 from __future__ import annotations
 
+import gc
+
+import apsw
+
+# From here to the end of this file no garbage is made, and none is looked for: 12 ms of a start.
+COLLECTS = gc.isenabled()
+gc.disable()
+
 import contextlib
 import errno
 import fcntl
@@ -91,8 +99,6 @@ from typing import (
     overload,
 )
 
-import apsw
-
 if TYPE_CHECKING:
     import hashlib
     import subprocess
@@ -102,7 +108,6 @@ if TYPE_CHECKING:
 
 VERSION = "0.1.0"
 T = TypeVar("T")
-
 
 if not TYPE_CHECKING:
 
@@ -18042,8 +18047,12 @@ def refused_by_system(error: OSError, arguments: list[str]) -> BatchrunError:
     )
 
 
+SHORT_COMMAND = 20_000  # objects that a command makes that is over before garbage matters
+
+
 def main() -> NoReturn:
     """Run the command line and leave by os._exit: a held lock is never given back on the way."""
+    gc.set_threshold(SHORT_COMMAND)
     occupy_standard_descriptors()
     code = int(ExitCode.FAILED)
     named = next((word for word in sys.argv[1:] if word in FIRST_WORDS), "")
@@ -18060,6 +18069,13 @@ def main() -> NoReturn:
                 stream.flush()
         os._exit(code)
 
+
+# What was made is old at once, so that no collection begins with looking through all of it.
+if COLLECTS:
+    if not gc.get_freeze_count():
+        gc.freeze()
+        gc.unfreeze()
+    gc.enable()
 
 if __name__ == "__main__":
     from batchrun import main as imported_main  # jobs import batchrun too: one copy, not two

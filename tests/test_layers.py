@@ -31,10 +31,10 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Worker": 895,
     "Supervisor": 2_005,
     "Reports": 1_535,
-    "Command line": 1_690,
+    "Command line": 1_700,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 18_068  # must stay under
+LINES_IN_ALL = 18_084  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
