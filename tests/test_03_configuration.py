@@ -404,7 +404,7 @@ def test_everything_wrong_with_health_is_in_one_letter(tmp_path: Path) -> None:
         "The config file F/batchrun.toml cannot be used.\n"
         '- [health] check_interval = "0s": at least 0.1 s is wanted\n'
         "- [health] bad_in_a_row = 0: a whole number from 1 to 100 is wanted\n"
-        '- [health] critical = ["memori"]: "memory" or "connections" or "dependencies" is wanted\n'
+        '- [health] critical = ["memori"]: "memory", "connections" or "dependencies" is wanted\n'
         "- [health] sample_interva: there is no such key or table; did you mean sample_interval?\n"
         "- [[health.dependency]] number 1 must be a table, with a heading of its own\n"
         '- [[health.database]] number 1 url = "sqlite:": a path is wanted, "sqlite:PATH"\n'

@@ -9,12 +9,13 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import apsw
 import pytest
-from conftest import LAUNCH, Ended, Project, clean_environment, wait_for
+from conftest import LAUNCH, ROOT, Ended, Project, clean_environment, wait_for
 
 import batchrun
 
@@ -981,3 +982,48 @@ def test_doctor_compares_an_installed_unit_with_how_long_a_stop_may_take(
     assert "unit of inventory_sync TimeoutStopSec is " in found.out
     todo = "to mend it: batchrun unit inventory_sync --install"
     assert (todo in found.out) == (code == 3)
+
+
+NOTICED = """
+import gc, os, sys
+sys.path.insert(0, {root!r})
+import batchrun
+gc.callbacks.append(lambda phase, _: os.write(2, b"garbage looked for\\n"))
+batchrun.main()
+"""
+LITTERING = """
+    from batchrun import job
+
+    class Shelf:
+        pass
+
+    @job()
+    def count(ctx):
+        for batch in ctx.batches(range(100)):
+            for _ in batch:
+                for _ in range(1000):
+                    shelf = Shelf()
+                    shelf.above = shelf
+            yield batch
+    """
+
+
+def test_a_short_command_looks_for_no_garbage_and_a_long_one_does(shop: Project) -> None:
+    launch = (sys.executable, "-P", "-c", NOTICED.format(root=str(ROOT)))
+    assert shop.run("run", "count").code == 0
+    short = shop.run("status", launch=launch)
+    assert (short.code, short.err) == (0, "")
+    shop.write(CONFIG, count=LITTERING)
+    long = shop.run("run", "count", "--in-process", launch=launch)
+    assert long.code == 0
+    assert "garbage looked for" in long.err
+
+
+@pytest.mark.parametrize("before", ["enable", "disable"])
+def test_who_imports_batchrun_keeps_the_garbage_collection_that_they_have(before: str) -> None:
+    kept = "gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0"
+    boot = f"import gc, sys; sys.path.insert(0, {str(ROOT)!r}); gc.{before}(); gc.freeze()"
+    frozen = f"{boot}; was = {kept}; import batchrun; assert was == ({kept}), ({kept})"
+    subprocess.run([sys.executable, "-P", "-c", frozen], env=clean_environment(), check=True)
+    thawed = frozen.replace("; gc.freeze()", "")
+    subprocess.run([sys.executable, "-P", "-c", thawed], env=clean_environment(), check=True)

@@ -173,5 +173,5 @@ def test_a_zone_that_this_machine_does_not_know_is_refused(tmp_path: Path, zone:
 def test_a_period_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "batchrun.toml"
     path.write_text(CONFIG.replace('"day"', '"hour"'))
-    with pytest.raises(ConfigurationError, match='"day", "week", "month", or "" for no such limit'):
+    with pytest.raises(ConfigurationError, match='"day", "week", "month" or "" is wanted'):
         load_config(path)
