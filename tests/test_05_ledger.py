@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from inspect import signature
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -339,6 +340,39 @@ def test_a_commit_and_another_key_begin_to_count_anew(ledger: Ledger) -> None:
     assert ledger.run(run.key).tried == "c"
 
 
+@pytest.mark.parametrize(
+    ("state", "reason", "tries", "size"),
+    [
+        (RunState.FAILED, "", 0, 1),
+        (RunState.AWAITING, Reason.POISON, 0, 1),
+        (RunState.PAUSED, Reason.PERSON, 0, 1),
+        (RunState.PAUSED, Reason.RETRY, 1, 0),
+        (RunState.INTERRUPTED, "", 1, 0),
+    ],
+)
+def test_tries_are_free_again_once_a_person_has_decided(
+    ledger: Ledger, state: RunState, reason: str, tries: int, size: int
+) -> None:
+    run = opened(ledger)
+    ledger.begin_batches(run, 1, None, "a")
+    raised = AttemptEnd(Ending.RAISED, ExitCode.FAILED, retry=True)
+    run = ledger.settle(run, 1, raised, lambda *_: batchrun.After(state, reason, size=0))
+    assert (run.state, run.tries, run.size) == (state, 1, 0)
+    again = admit(ledger).run
+    assert (again.tries, again.size) == (tries, size)
+
+
+def test_a_batch_that_the_checkpoint_proves_is_no_lone_bad_record(ledger: Ledger) -> None:
+    run = opened(ledger)
+    ledger.begin_batches(run, 1, None, "a")
+    raised = AttemptEnd(Ending.RAISED, ExitCode.FAILED, retry=True)
+    after = batchrun.After(RunState.INTERRUPTED, size=0)  # the next record is the bad one
+    run = ledger.settle(run, 1, raised, lambda *_: after)
+    proof = Agreement("rolled forward", forward=next_checkpoint(ledger, run))
+    run = ledger.admit("sync", start("r2"), lambda _: proof).run
+    assert (run.id, run.number, run.tries, run.size) == ("r1", 1, 0, 1)
+
+
 def test_a_supervisor_keeps_its_own_run_between_two_attempts_and_no_other_does(
     ledger: Ledger,
 ) -> None:
@@ -374,32 +408,69 @@ def test_a_worker_without_an_ending_is_interrupted(ledger: Ledger) -> None:
     assert ledger.settle(run, 1, batchrun.DIED).state == RunState.INTERRUPTED
 
 
-def test_an_older_generation_can_write_nothing(ledger: Ledger) -> None:
+# Every verb of an owner, as one that was superseded would call it.
+FENCED: dict[str, Callable[[Ledger, Run], object]] = {
+    "commit": commit,
+    "open_attempt": lambda ledger, run: ledger.open_attempt(run, 1, ME, Basis({}, 1, "")),
+    "begin_batches": lambda ledger, run: ledger.begin_batches(run, 1, None),
+    "arm": lambda ledger, run: ledger.arm(run, 1, "a try"),
+    "stage_rejects": lambda ledger, run: ledger.stage_rejects(
+        run, 1, 1, "main", [{"record": "x", "reason": "y"}]
+    ),
+    "end_attempt": lambda ledger, run: ledger.end_attempt(run, 1, SUCCEEDED, []),
+    "settle": lambda ledger, run: ledger.settle(run, 1, SUCCEEDED, signal=9),
+    "rest": lambda ledger, run: ledger.rest(run, Reason.STOP, "why"),
+    "keep_paused": lambda ledger, run: ledger.keep_paused(run, "why", "then", 1.0),
+    "count_pause": lambda ledger, run: ledger.count_pause(run, 1.0),
+    "end_pause": lambda ledger, run: ledger.end_pause(run, "why"),
+    "record_cleanup": lambda ledger, run: ledger.record_cleanup(run, 1, "jobs:drop", {}, 0),
+    "begin_cleanup": lambda ledger, run: ledger.begin_cleanup(run, 1, 1),
+    "end_cleanup": lambda ledger, run: ledger.end_cleanup(run, 1, 1, None, 0.1),
+    "note_releases": lambda ledger, run: ledger.note_releases(run, 1, 60.0),
+    "end_cleaning": lambda ledger, run: ledger.end_cleaning(run, 1, SUCCEEDED, "me"),
+    "operate": lambda ledger, run: ledger.operate(run, 1, [], [("a key", b"")], number=1),
+    "sync": lambda ledger, run: ledger.sync(run, 1),
+    "take_up": lambda ledger, run: ledger.take_up(run, 1, 1, []),
+    "record_reading": lambda ledger, run: ledger.record_reading(run, 1, None, None, 0.5),
+    "record_health_check": lambda ledger, run: ledger.record_health_check(
+        run, 1, dict.fromkeys(batchrun.FACTORS, "ok"), "well", "why", 0.1
+    ),
+    "ask": lambda ledger, run: ledger.ask(run, 1, "go", "whether to go on"),
+}
+
+
+@pytest.mark.parametrize("verb", FENCED)
+def test_an_older_generation_can_write_nothing(ledger: Ledger, verb: str) -> None:
     old = opened(ledger)
+    ledger.record_cleanup(old, 1, "jobs:remove", {}, 0)
     newer = opened(ledger)
     assert (old.generation, newer.generation) == (1, 2)
     before = everything(ledger)
-    published: list[str] = []
-    basis = Basis({}, 1, "")
-    writes: list[Callable[[], object]] = [
-        lambda: commit(ledger, old, publish=lambda: published.append("renamed")),
-        lambda: ledger.open_attempt(old, 1, ME, basis),
-        lambda: ledger.begin_batches(old, 1, None),
-        lambda: ledger.stage_rejects(old, 1, 1, "main", [{"record": "x", "reason": "y"}]),
-        lambda: ledger.end_attempt(old, 1, SUCCEEDED, []),
-        lambda: ledger.settle(old, 1, SUCCEEDED, signal=9),
-    ]
-    for write in writes:
-        with pytest.raises(LostOwnership) as lost:
-            write()
-        assert lost.value.exit_code == ExitCode.LOST_OWNERSHIP
+    with pytest.raises(LostOwnership) as lost:
+        FENCED[verb](ledger, old)
+    assert lost.value.exit_code == ExitCode.LOST_OWNERSHIP
     assert str(lost.value) == (
         "Lost ownership of run r1: generation 1 was superseded.\n"
         "Another process took the run over; this one may not write any more.\n"
         "Neither ledger nor checkpoint was changed; the new owner goes on from them.\n"
         "See `batchrun status sync`."
     )
-    assert (published, everything(ledger)) == ([], before)
+    assert everything(ledger) == before
+
+
+def test_an_older_generation_publishes_no_checkpoint(ledger: Ledger) -> None:
+    old, published = opened(ledger), list[str]()
+    opened(ledger)
+    with pytest.raises(LostOwnership):
+        commit(ledger, old, publish=lambda: published.append("renamed"))
+    assert published == []
+
+
+def test_every_verb_that_is_given_a_generation_is_known_to_be_fenced() -> None:
+    reads = {"safe_points"}
+    verbs = {name: each for name, each in vars(Ledger).items() if not name.startswith("_")}
+    given = {n for n, v in verbs.items() if callable(v) and "generation" in signature(v).parameters}
+    assert given - reads <= set(FENCED)
 
 
 def test_a_commit_follows_the_one_before_and_no_other(ledger: Ledger) -> None:
