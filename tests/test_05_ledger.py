@@ -609,6 +609,72 @@ def test_a_run_that_nobody_owns_is_paused_by_a_person(ledger: Ledger) -> None:
     assert ledger.run(run.key).state == RunState.CANCELLED
 
 
+def test_a_person_s_pause_keeps_what_the_run_stood_on(ledger: Ledger) -> None:
+    run = opened(ledger)
+    run = ledger.settle(run, 1, AttemptEnd(Ending.RAISED, ExitCode.FAILED, error="no such column"))
+    assert run.state == RunState.FAILED
+    ledger.pause(run, "a person")
+    paused = ledger.run(run.key)
+    assert (paused.state, paused.error) == (RunState.PAUSED, "no such column")
+
+
+def test_a_run_that_awaits_stays_so_when_it_is_paused_and_begins_no_deferred_start(
+    ledger: Ledger,
+) -> None:
+    run = opened(ledger)
+    awaits = AttemptEnd(Ending.AWAITS, ExitCode.PERSON_NEEDED, Reason.APPROVAL)
+    run = ledger.settle(run, 1, awaits)
+    ledger.defer("sync", start("r2"), {}, "maintenance")
+    assert ledger.run(run.key).deferred
+    ledger.pause(run, "a person")
+    paused = ledger.run(run.key)
+    assert (paused.state, paused.request) == (RunState.AWAITING, Request.PAUSE)
+    assert paused.deferred is None
+
+
+def test_a_pause_by_health_is_looked_after_and_counted_until_it_ends(ledger: Ledger) -> None:
+    run = opened(ledger)
+    ledger.begin_batches(run, 1, None)
+    stopped = AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, Reason.HEALTH)
+    run = ledger.settle(run, 1, stopped, lambda *_: batchrun.After(RunState.RESERVED))
+    kept = ledger.keep_paused(run, "memory: bad", "2026-01-31T00:03:00.000Z", 7.0)
+    assert (kept.state, kept.reason, kept.error) == (RunState.PAUSED, Reason.HEALTH, "memory: bad")
+    kept = ledger.keep_paused(kept, "memory: bad", "2026-01-31T00:06:00.000Z", 3.0)
+    ledger.count_pause(kept, 2.0)
+    kept = ledger.run(run.key)
+    assert (kept.checks_at, kept.paused_s) == ("2026-01-31T00:06:00.000Z", 12.0)
+    well = ledger.end_pause(kept, "it is well again")
+    assert (well.state, well.checks_at, well.error) == (RunState.RESERVED, None, None)
+
+
+@pytest.mark.parametrize(("request_", "reason"), [(None, "health"), (Request.PAUSE, "person")])
+def test_nobody_looks_after_a_pause_that_is_given_up(
+    ledger: Ledger, request_: Request | None, reason: str
+) -> None:
+    kept = ledger.keep_paused(opened(ledger), "memory: bad", "2026-01-31T00:03:00.000Z", 7.0)
+    if request_:
+        ledger.request(kept, request_, "a person")
+        assert ledger.end_pause(kept, "it is well again").state == RunState.PAUSED
+    rests = ledger.rest(kept, Reason.HEALTH, "it did not get well")
+    assert (rests.state, rests.reason, rests.checks_at) == (RunState.PAUSED, reason, None)
+
+
+def test_a_drain_asks_only_a_run_that_is_owned_and_of_which_nothing_else_is_asked(
+    ledger: Ledger,
+) -> None:
+    run = opened(ledger)
+    ledger.ask_to_drain(run, "a drain")
+    assert ledger.run(run.key).request == Request.DRAIN
+    ledger.request(run, Request.PAUSE, "a person")
+    ledger.ask_to_drain(run, "a drain")
+    assert ledger.run(run.key).request == Request.PAUSE
+    ledger.pause(run, "a person")
+    ledger.ask_to_drain(run, "a drain")
+    assert ledger.run(run.key).request is None
+    asked = [event.what for event in ledger.events(run, what="requested%")]
+    assert asked == ["requested: drain", "requested: pause"]
+
+
 def test_a_resume_begins_no_new_run(ledger: Ledger) -> None:
     with pytest.raises(NotFound, match=r"^The job sync has never run\."):
         admit(ledger, only_resume=True)
