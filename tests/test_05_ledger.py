@@ -726,6 +726,46 @@ def test_rejects_count_only_when_their_commit_does(ledger: Ledger) -> None:
     assert ledger._rows("SELECT count(*) FROM reject") == [(2,)]
 
 
+def test_rejects_are_not_dropped_while_a_retry_of_their_kin_goes_on(ledger: Ledger) -> None:
+    first = opened(ledger)
+    ledger.stage_rejects(first, 1, 1, "main", [{"record": "x", "reason": "y", "value": "1"}])
+    checkpoint = next_checkpoint(ledger, first, rejected=1)
+    ledger.commit(first, checkpoint, *checkpoint_bytes(checkpoint), (0.0, 0.0, 0.0), nothing)
+    first = ledger.settle(first, 1, SUCCEEDED)
+    spots = [row.spot for row in ledger.rejects(first)]
+    second = opened(ledger, run_id="r2", retry=batchrun.Retry(first, spots))
+    second = ledger.settle(second, second.generation, SUCCEEDED)  # it came to no record
+    third = opened(ledger, run_id="r3", retry=batchrun.Retry(second, spots))
+    for run in (first, second):
+        with pytest.raises(PersonNeeded, match=r"^Run r3 of sync is unfinished\."):
+            ledger.drop_rejects(run, ledger.rejects(run), "a person", "sold out")
+    ledger.settle(third, third.generation, SUCCEEDED)
+    assert ledger.drop_rejects(second, ledger.rejects(second), "a person", "sold out") == 1
+    assert ledger.drop_rejects(second, ledger.rejects(second), "a person", "sold out") == 0
+
+
+def test_a_cleanup_is_stuck_once_nobody_is_at_it_and_it_failed_or_its_run_is_over(
+    ledger: Ledger,
+) -> None:
+    run = opened(ledger)
+    cleanup = ledger.record_cleanup(run, 1, "jobs:drop", {"table": "new"}, 0)
+    assert cleanup is not None
+    ledger.begin_cleanup(run, 1, cleanup.id)
+    ledger.end_cleanup(run, 1, cleanup.id, "the database is away", 0.1)
+    assert ledger.stuck_cleanups() == []  # its worker may call it again
+    run = ledger.settle(run, 1, batchrun.DIED)
+    assert [each.arguments for each in ledger.stuck_cleanups()] == [{"table": "new"}]
+    again = opened(ledger)
+    assert ledger.record_cleanup(again, 2, "jobs:drop", {"table": "new"}, 0)
+    ledger.settle(again, 2, batchrun.DIED)
+    [kept] = ledger.stuck_cleanups()
+    assert (kept.id, kept.error) == (cleanup.id + 1, "the database is away")
+    ledger.forget_cleanups(run, "a person", "dropped by hand")
+    assert ledger.stuck_cleanups() == []
+    errors = ["recorded anew: 2", "let go by a person: dropped by hand"]
+    assert [each.error for each in ledger.cleanups(run)] == errors
+
+
 def test_a_run_is_found_by_any_beginning_of_its_id(ledger: Ledger) -> None:
     for number, name in enumerate(("ab", "abzzzz9", "abc", "b", "a%", "ab\U0010fffe")):
         admit(ledger, f"job{number}", name)
