@@ -704,6 +704,34 @@ def test_an_admission_that_is_refused_changes_nothing(ledger: Ledger) -> None:
     assert everything(ledger) == before
 
 
+def test_settings_of_a_later_start_are_kept_until_a_commit_or_when_they_are_accepted(
+    ledger: Ledger,
+) -> None:
+    run = opened(ledger)
+    assert admit(ledger, overrides={"feed": "other.csv"}).run.overrides == {"feed": "other.csv"}
+    commit(ledger, opened(ledger))
+    accepted = admit(ledger, overrides={"feed": "third.csv"}, accept_settings=True)
+    assert (accepted.run.id, accepted.run.overrides) == (run.id, {"feed": "third.csv"})
+
+
+def test_what_is_adopted_from_a_checkpoint_has_ids_above_all_that_it_knows_of(
+    ledger: Ledger,
+) -> None:
+    run = opened(ledger)
+    behind = 50 - ledger.newest_event()
+    found = next_checkpoint(ledger, run)._replace(number=4, generation=3, event=50, operation=7)
+    ledger.adopt(found, "a person")
+    run = ledger.run(run.key)
+    assert (run.state, run.number, run.generation) == (RunState.INTERRUPTED, 4, 4)
+    assert ledger.newest_operation() == 7
+    repaired = [(event.id, event.why) for event in ledger.events(what="repaired")]
+    assert repaired == [
+        (51, f"{behind} events were lost before this one"),
+        (52, "operations 1 to 7 were lost"),
+        (53, "checkpoint 4 adopted; commits 1 to 3 have no rows"),
+    ]
+
+
 def test_a_fresh_start_cancels_and_begins_in_one_transaction(ledger: Ledger) -> None:
     commit(ledger, opened(ledger))
     fresh = admit(ledger, run_id="r2", fresh=True)
