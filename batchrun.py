@@ -3932,6 +3932,7 @@ def after_ending(run: Run, attempt: Attempt) -> After:
     return After(state, reason, attempt.error or "")
 
 
+# Class of a row -> its table, or a select that knows runs by their ids.
 READ_FROM: dict[type, str] = {Run: "run", Attempt: "attempt", BatchRow: "batch", Event: EVENTS}
 READ_FROM |= {Barrier: "barrier", Reading: "reading", HealthCheck: "health_check"}
 READ_FROM |= {Approval: "approval", Drain: "drain", Operation: "operation", Alert: "alert"}

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from inspect import signature
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -340,6 +341,39 @@ def test_a_commit_and_another_key_begin_to_count_anew(ledger: Ledger) -> None:
     assert ledger.run(run.key).tried == "c"
 
 
+@pytest.mark.parametrize(
+    ("state", "reason", "tries", "size"),
+    [
+        (RunState.FAILED, "", 0, 1),
+        (RunState.AWAITING, Reason.POISON, 0, 1),
+        (RunState.PAUSED, Reason.PERSON, 0, 1),
+        (RunState.PAUSED, Reason.RETRY, 1, 0),
+        (RunState.INTERRUPTED, "", 1, 0),
+    ],
+)
+def test_tries_are_free_again_once_a_person_has_decided(
+    ledger: Ledger, state: RunState, reason: str, tries: int, size: int
+) -> None:
+    run = opened(ledger)
+    ledger.begin_batches(run, 1, None, "a")
+    raised = AttemptEnd(Ending.RAISED, ExitCode.FAILED, retry=True)
+    run = ledger.settle(run, 1, raised, lambda *_: batchrun.After(state, reason, size=0))
+    assert (run.state, run.tries, run.size) == (state, 1, 0)
+    again = admit(ledger).run
+    assert (again.tries, again.size) == (tries, size)
+
+
+def test_a_batch_that_the_checkpoint_proves_is_no_lone_bad_record(ledger: Ledger) -> None:
+    run = opened(ledger)
+    ledger.begin_batches(run, 1, None, "a")
+    raised = AttemptEnd(Ending.RAISED, ExitCode.FAILED, retry=True)
+    after = batchrun.After(RunState.INTERRUPTED, size=0)  # the next record is the bad one
+    run = ledger.settle(run, 1, raised, lambda *_: after)
+    proof = Agreement("rolled forward", forward=next_checkpoint(ledger, run))
+    run = ledger.admit("sync", start("r2"), lambda _: proof).run
+    assert (run.id, run.number, run.tries, run.size) == ("r1", 1, 0, 1)
+
+
 def test_a_supervisor_keeps_its_own_run_between_two_attempts_and_no_other_does(
     ledger: Ledger,
 ) -> None:
@@ -375,32 +409,69 @@ def test_a_worker_without_an_ending_is_interrupted(ledger: Ledger) -> None:
     assert ledger.settle(run, 1, batchrun.DIED).state == RunState.INTERRUPTED
 
 
-def test_an_older_generation_can_write_nothing(ledger: Ledger) -> None:
+# Every verb of an owner, as one that was superseded would call it.
+FENCED: dict[str, Callable[[Ledger, Run], object]] = {
+    "commit": commit,
+    "open_attempt": lambda ledger, run: ledger.open_attempt(run, 1, ME, Basis({}, 1, "")),
+    "begin_batches": lambda ledger, run: ledger.begin_batches(run, 1, None),
+    "arm": lambda ledger, run: ledger.arm(run, 1, "a try"),
+    "stage_rejects": lambda ledger, run: ledger.stage_rejects(
+        run, 1, 1, "main", [{"record": "x", "reason": "y"}]
+    ),
+    "end_attempt": lambda ledger, run: ledger.end_attempt(run, 1, SUCCEEDED, []),
+    "settle": lambda ledger, run: ledger.settle(run, 1, SUCCEEDED, signal=9),
+    "rest": lambda ledger, run: ledger.rest(run, Reason.STOP, "why"),
+    "keep_paused": lambda ledger, run: ledger.keep_paused(run, "why", "then", 1.0),
+    "count_pause": lambda ledger, run: ledger.count_pause(run, 1.0),
+    "end_pause": lambda ledger, run: ledger.end_pause(run, "why"),
+    "record_cleanup": lambda ledger, run: ledger.record_cleanup(run, 1, "jobs:drop", {}, 0),
+    "begin_cleanup": lambda ledger, run: ledger.begin_cleanup(run, 1, 1),
+    "end_cleanup": lambda ledger, run: ledger.end_cleanup(run, 1, 1, None, 0.1),
+    "note_releases": lambda ledger, run: ledger.note_releases(run, 1, 60.0),
+    "end_cleaning": lambda ledger, run: ledger.end_cleaning(run, 1, SUCCEEDED, "me"),
+    "operate": lambda ledger, run: ledger.operate(run, 1, [], [("a key", b"")], number=1),
+    "sync": lambda ledger, run: ledger.sync(run, 1),
+    "take_up": lambda ledger, run: ledger.take_up(run, 1, 1, []),
+    "record_reading": lambda ledger, run: ledger.record_reading(run, 1, None, None, 0.5),
+    "record_health_check": lambda ledger, run: ledger.record_health_check(
+        run, 1, dict.fromkeys(batchrun.FACTORS, "ok"), "well", "why", 0.1
+    ),
+    "ask": lambda ledger, run: ledger.ask(run, 1, "go", "whether to go on"),
+}
+
+
+@pytest.mark.parametrize("verb", FENCED)
+def test_an_older_generation_can_write_nothing(ledger: Ledger, verb: str) -> None:
     old = opened(ledger)
+    ledger.record_cleanup(old, 1, "jobs:remove", {}, 0)
     newer = opened(ledger)
     assert (old.generation, newer.generation) == (1, 2)
     before = everything(ledger)
-    published: list[str] = []
-    basis = Basis({}, 1, "")
-    writes: list[Callable[[], object]] = [
-        lambda: commit(ledger, old, publish=lambda: published.append("renamed")),
-        lambda: ledger.open_attempt(old, 1, ME, basis),
-        lambda: ledger.begin_batches(old, 1, None),
-        lambda: ledger.stage_rejects(old, 1, 1, "main", [{"record": "x", "reason": "y"}]),
-        lambda: ledger.end_attempt(old, 1, SUCCEEDED, []),
-        lambda: ledger.settle(old, 1, SUCCEEDED, signal=9),
-    ]
-    for write in writes:
-        with pytest.raises(LostOwnership) as lost:
-            write()
-        assert lost.value.exit_code == ExitCode.LOST_OWNERSHIP
+    with pytest.raises(LostOwnership) as lost:
+        FENCED[verb](ledger, old)
+    assert lost.value.exit_code == ExitCode.LOST_OWNERSHIP
     assert str(lost.value) == (
         "Lost ownership of run r1: generation 1 was superseded.\n"
         "Another process took the run over; this one may not write any more.\n"
         "Neither ledger nor checkpoint was changed; the new owner goes on from them.\n"
         "See `batchrun status sync`."
     )
-    assert (published, everything(ledger)) == ([], before)
+    assert everything(ledger) == before
+
+
+def test_an_older_generation_publishes_no_checkpoint(ledger: Ledger) -> None:
+    old, published = opened(ledger), list[str]()
+    opened(ledger)
+    with pytest.raises(LostOwnership):
+        commit(ledger, old, publish=lambda: published.append("renamed"))
+    assert published == []
+
+
+def test_every_verb_that_is_given_a_generation_is_known_to_be_fenced() -> None:
+    reads = {"safe_points"}
+    verbs = {name: each for name, each in vars(Ledger).items() if not name.startswith("_")}
+    given = {n for n, v in verbs.items() if callable(v) and "generation" in signature(v).parameters}
+    assert given - reads <= set(FENCED)
 
 
 def test_a_commit_follows_the_one_before_and_no_other(ledger: Ledger) -> None:
@@ -539,6 +610,72 @@ def test_a_run_that_nobody_owns_is_paused_by_a_person(ledger: Ledger) -> None:
     assert ledger.run(run.key).state == RunState.CANCELLED
 
 
+def test_a_person_s_pause_keeps_what_the_run_stood_on(ledger: Ledger) -> None:
+    run = opened(ledger)
+    run = ledger.settle(run, 1, AttemptEnd(Ending.RAISED, ExitCode.FAILED, error="no such column"))
+    assert run.state == RunState.FAILED
+    ledger.pause(run, "a person")
+    paused = ledger.run(run.key)
+    assert (paused.state, paused.error) == (RunState.PAUSED, "no such column")
+
+
+def test_a_run_that_awaits_stays_so_when_it_is_paused_and_begins_no_deferred_start(
+    ledger: Ledger,
+) -> None:
+    run = opened(ledger)
+    awaits = AttemptEnd(Ending.AWAITS, ExitCode.PERSON_NEEDED, Reason.APPROVAL)
+    run = ledger.settle(run, 1, awaits)
+    ledger.defer("sync", start("r2"), {}, "maintenance")
+    assert ledger.run(run.key).deferred
+    ledger.pause(run, "a person")
+    paused = ledger.run(run.key)
+    assert (paused.state, paused.request) == (RunState.AWAITING, Request.PAUSE)
+    assert paused.deferred is None
+
+
+def test_a_pause_by_health_is_looked_after_and_counted_until_it_ends(ledger: Ledger) -> None:
+    run = opened(ledger)
+    ledger.begin_batches(run, 1, None)
+    stopped = AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, Reason.HEALTH)
+    run = ledger.settle(run, 1, stopped, lambda *_: batchrun.After(RunState.RESERVED))
+    kept = ledger.keep_paused(run, "memory: bad", "2026-01-31T00:03:00.000Z", 7.0)
+    assert (kept.state, kept.reason, kept.error) == (RunState.PAUSED, Reason.HEALTH, "memory: bad")
+    kept = ledger.keep_paused(kept, "memory: bad", "2026-01-31T00:06:00.000Z", 3.0)
+    ledger.count_pause(kept, 2.0)
+    kept = ledger.run(run.key)
+    assert (kept.checks_at, kept.paused_s) == ("2026-01-31T00:06:00.000Z", 12.0)
+    well = ledger.end_pause(kept, "it is well again")
+    assert (well.state, well.checks_at, well.error) == (RunState.RESERVED, None, None)
+
+
+@pytest.mark.parametrize(("request_", "reason"), [(None, "health"), (Request.PAUSE, "person")])
+def test_nobody_looks_after_a_pause_that_is_given_up(
+    ledger: Ledger, request_: Request | None, reason: str
+) -> None:
+    kept = ledger.keep_paused(opened(ledger), "memory: bad", "2026-01-31T00:03:00.000Z", 7.0)
+    if request_:
+        ledger.request(kept, request_, "a person")
+        assert ledger.end_pause(kept, "it is well again").state == RunState.PAUSED
+    rests = ledger.rest(kept, Reason.HEALTH, "it did not get well")
+    assert (rests.state, rests.reason, rests.checks_at) == (RunState.PAUSED, reason, None)
+
+
+def test_a_drain_asks_only_a_run_that_is_owned_and_of_which_nothing_else_is_asked(
+    ledger: Ledger,
+) -> None:
+    run = opened(ledger)
+    ledger.ask_to_drain(run, "a drain")
+    assert ledger.run(run.key).request == Request.DRAIN
+    ledger.request(run, Request.PAUSE, "a person")
+    ledger.ask_to_drain(run, "a drain")
+    assert ledger.run(run.key).request == Request.PAUSE
+    ledger.pause(run, "a person")
+    ledger.ask_to_drain(run, "a drain")
+    assert ledger.run(run.key).request is None
+    asked = [event.what for event in ledger.events(run, what="requested%")]
+    assert asked == ["requested: drain", "requested: pause"]
+
+
 def test_a_resume_begins_no_new_run(ledger: Ledger) -> None:
     with pytest.raises(NotFound, match=r"^The job sync has never run\."):
         admit(ledger, only_resume=True)
@@ -568,6 +705,34 @@ def test_an_admission_that_is_refused_changes_nothing(ledger: Ledger) -> None:
     assert everything(ledger) == before
 
 
+def test_settings_of_a_later_start_are_kept_until_a_commit_or_when_they_are_accepted(
+    ledger: Ledger,
+) -> None:
+    run = opened(ledger)
+    assert admit(ledger, overrides={"feed": "other.csv"}).run.overrides == {"feed": "other.csv"}
+    commit(ledger, opened(ledger))
+    accepted = admit(ledger, overrides={"feed": "third.csv"}, accept_settings=True)
+    assert (accepted.run.id, accepted.run.overrides) == (run.id, {"feed": "third.csv"})
+
+
+def test_what_is_adopted_from_a_checkpoint_has_ids_above_all_that_it_knows_of(
+    ledger: Ledger,
+) -> None:
+    run = opened(ledger)
+    behind = 50 - ledger.newest_event()
+    found = next_checkpoint(ledger, run)._replace(number=4, generation=3, event=50, operation=7)
+    ledger.adopt(found, "a person")
+    run = ledger.run(run.key)
+    assert (run.state, run.number, run.generation) == (RunState.INTERRUPTED, 4, 4)
+    assert ledger.newest_operation() == 7
+    repaired = [(event.id, event.why) for event in ledger.events(what="repaired")]
+    assert repaired == [
+        (51, f"{behind} events were lost before this one"),
+        (52, "operations 1 to 7 were lost"),
+        (53, "checkpoint 4 adopted; commits 1 to 3 have no rows"),
+    ]
+
+
 def test_a_fresh_start_cancels_and_begins_in_one_transaction(ledger: Ledger) -> None:
     commit(ledger, opened(ledger))
     fresh = admit(ledger, run_id="r2", fresh=True)
@@ -587,6 +752,46 @@ def test_rejects_count_only_when_their_commit_does(ledger: Ledger) -> None:
     kept = [(row.id, row.number, row.record, row.reason) for row in ledger.rejects(run)]
     assert kept == [(1, 1, "a", "no sku"), (2, 1, "b", "no price")]
     assert ledger._rows("SELECT count(*) FROM reject") == [(2,)]
+
+
+def test_rejects_are_not_dropped_while_a_retry_of_their_kin_goes_on(ledger: Ledger) -> None:
+    first = opened(ledger)
+    ledger.stage_rejects(first, 1, 1, "main", [{"record": "x", "reason": "y", "value": "1"}])
+    checkpoint = next_checkpoint(ledger, first, rejected=1)
+    ledger.commit(first, checkpoint, *checkpoint_bytes(checkpoint), (0.0, 0.0, 0.0), nothing)
+    first = ledger.settle(first, 1, SUCCEEDED)
+    spots = [row.spot for row in ledger.rejects(first)]
+    second = opened(ledger, run_id="r2", retry=batchrun.Retry(first, spots))
+    second = ledger.settle(second, second.generation, SUCCEEDED)  # it came to no record
+    third = opened(ledger, run_id="r3", retry=batchrun.Retry(second, spots))
+    for run in (first, second):
+        with pytest.raises(PersonNeeded, match=r"^Run r3 of sync is unfinished\."):
+            ledger.drop_rejects(run, ledger.rejects(run), "a person", "sold out")
+    ledger.settle(third, third.generation, SUCCEEDED)
+    assert ledger.drop_rejects(second, ledger.rejects(second), "a person", "sold out") == 1
+    assert ledger.drop_rejects(second, ledger.rejects(second), "a person", "sold out") == 0
+
+
+def test_a_cleanup_is_stuck_once_nobody_is_at_it_and_it_failed_or_its_run_is_over(
+    ledger: Ledger,
+) -> None:
+    run = opened(ledger)
+    cleanup = ledger.record_cleanup(run, 1, "jobs:drop", {"table": "new"}, 0)
+    assert cleanup is not None
+    ledger.begin_cleanup(run, 1, cleanup.id)
+    ledger.end_cleanup(run, 1, cleanup.id, "the database is away", 0.1)
+    assert ledger.stuck_cleanups() == []  # its worker may call it again
+    run = ledger.settle(run, 1, batchrun.DIED)
+    assert [each.arguments for each in ledger.stuck_cleanups()] == [{"table": "new"}]
+    again = opened(ledger)
+    assert ledger.record_cleanup(again, 2, "jobs:drop", {"table": "new"}, 0)
+    ledger.settle(again, 2, batchrun.DIED)
+    [kept] = ledger.stuck_cleanups()
+    assert (kept.id, kept.error) == (cleanup.id + 1, "the database is away")
+    ledger.forget_cleanups(run, "a person", "dropped by hand")
+    assert ledger.stuck_cleanups() == []
+    errors = ["recorded anew: 2", "let go by a person: dropped by hand"]
+    assert [each.error for each in ledger.cleanups(run)] == errors
 
 
 def test_a_run_is_found_by_any_beginning_of_its_id(ledger: Ledger) -> None:

@@ -481,6 +481,18 @@ def test_a_barrier_knows_whom_it_turned_away(door: Maintenance, ledger: Ledger) 
     assert ledger.turned_away(row) == [("refused", "other", 1), ("refused", "sync", 2)]
 
 
+def test_a_drain_whose_barrier_gave_way_to_another_has_failed(
+    door: Maintenance, ledger: Ledger
+) -> None:
+    begin(door, ledger)
+    drain = ledger.begin_drain("me", 60.0, door.find)
+    assert drain is not None
+    door.end(ledger, "ann", "switched off")
+    begin(door, ledger)
+    ended = ledger.end_drain(drain, "me", ExitCode.DONE, door.find, {})
+    assert (ended.id, ended.exit_code) == (drain.id, ExitCode.FAILED)
+
+
 def test_a_ledger_that_cannot_be_written_leaves_the_door_as_it_was(
     door: Maintenance, ledger: Ledger
 ) -> None:

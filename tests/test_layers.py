@@ -22,7 +22,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Host": 840,
     "Configuration": 1_255,
     "Checkpoints": 515,
-    "Ledger": 2_645,
+    "Ledger": 2_650,
     "Locks and maintenance": 435,
     "Health": 850,
     "Jobs": 2_785,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 1_730,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 17_902  # must stay under
+LINES_IN_ALL = 17_903  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
