@@ -33,6 +33,7 @@ from batchrun import (
     apply_repair,
     check,
     checkpoint_bytes,
+    find_repair,
     is_owned,
     load_config,
     open_ledger,
@@ -543,6 +544,19 @@ def test_a_repair_that_meets_a_busy_job_keeps_no_lock_of_another(paused: Shop) -
     busy.release()
     assert refusal.value.what == "A job that is to be repaired runs right now."
     assert not is_owned(state, "sync")
+
+
+def test_a_repair_of_what_has_moved_since_the_look_changes_nothing(paused: Shop) -> None:
+    state = StateDirectory(load_config(paused.project.folder / "batchrun.toml"), Host())
+    paused.craft(number=6)
+    seen = find_repair(state)
+    paused.craft(number=7)
+    stands = paused.checkpoint.read_bytes()
+    with pytest.raises(Busy) as refusal:
+        apply_repair(state, seen, Host())
+    assert refusal.value.what == "Something ran since the look at what is to be repaired."
+    assert paused.checkpoint.read_bytes() == stands
+    assert not (state.path / "aside").exists()
 
 
 def test_a_ledger_from_three_batches_ago_is_refused_and_repaired_only_on_demand(shop: Shop) -> None:
