@@ -16336,19 +16336,12 @@ class Console:
         except OSError as error:
             raise OutputRefused(error) from error
 
-    def say(self, text: str) -> None:
-        """Show one line about what happens."""
+    def say(self, text: str, *, aloud: bool = False) -> None:
+        """Show one line about what happens; `aloud`: whoever reads, also where all is silent."""
         if self.as_lines:
             write_line(1, json.dumps({"type": "said", "text": mask_secrets(text)}))
-        elif self.tells or self.live or self.plain:
+        elif aloud or self.tells or self.live or self.plain:
             self._tell(text, WARNING if text.startswith("warning: ") else NEWS)
-
-    def warn(self, text: str) -> None:
-        """Show one line whoever reads; it is no letter, and nothing has ended by it."""
-        if self.as_lines:
-            self.say(text)
-        else:
-            self._tell(text, WARNING)
 
     def progress(self, run: Run) -> None:
         """Draw the live line anew, or write a line now and then: each tenth, and each minute."""
@@ -16358,7 +16351,7 @@ class Console:
         _, began, read_before = self._began
         rate = (run.read - read_before) / (now - began) if now > began else 0.0
         if self.live:
-            self._draw(progress_line(run, rate, self._host.terminal_columns() - 3))
+            self.draw(progress_line(run, rate, self._host.terminal_columns() - 3))
             return
         tenth = 10 * run.read // run.expected if run.expected else 0
         if tenth > self._written[0] or now > max(began, self._written[1]) + PLAIN_LINE_EVERY_S:
@@ -16371,9 +16364,12 @@ class Console:
                 self._tell(f"{run.job} {progress_text(run, rate)}".rstrip(), NEWS)
 
     def draw(self, line: str) -> None:
-        """Draw a live line anew; an empty one takes it away."""
-        if self.live:
-            self._draw(line[: self._host.terminal_columns() - 1])
+        """Put a live line in place of the one that is there; an empty one takes it away."""
+        if self.live if line else self._drawn:
+            line = line[: self._host.terminal_columns() - 1]
+            with contextlib.suppress(OSError):
+                write_all(2, f"\r\x1b[K{line}".encode(errors="replace"))
+            self._drawn = bool(line)
 
     def letter(self, text: str, code: int) -> None:
         """Write an error; with --json the last line of stderr is an object."""
@@ -16392,7 +16388,7 @@ class Console:
 
     def _tell(self, text: str, priority: int) -> None:
         """Write lines to standard error; the journal is told how much each matters."""
-        self._draw("")
+        self.draw("")
         text = visible(mask_secrets(self.typed(text)))
         if self._host.is_journal():
             text = re.sub("^", f"<{priority}>", text, flags=re.MULTILINE)
@@ -16404,13 +16400,6 @@ class Console:
             return text
         here = f"batchrun --config {_typed(self.config)} "
         return re.sub(rf"\bbatchrun (?=(?:{'|'.join(FIRST_WORDS)})\b)", lambda _: here, text)
-
-    def _draw(self, line: str) -> None:
-        """Put a live line in place of the one that is there; an empty one takes it away."""
-        if line or self._drawn:
-            with contextlib.suppress(OSError):
-                write_all(2, f"\r\x1b[K{line}".encode(errors="replace"))
-            self._drawn = bool(line)
 
 
 # -- what every command starts from --------------------------------------------------------------
@@ -16521,7 +16510,7 @@ class App:
             write_metrics(folder, self.metrics(ledger))
         except BatchrunError as error:
             said = f"warning: metrics_folder: {error.what} No run is changed by that."
-            (self.console.warn if aloud else self.console.say)(said)
+            self.console.say(said, aloud=aloud)
 
     def metrics(self, ledger: Ledger) -> str:
         """Return how all jobs stand, as Prometheus reads it."""
@@ -17551,7 +17540,11 @@ def write_metrics(folder: Path, text: str) -> None:
         path.chmod(0o644)
 
 
-@command(word("--write", type=file, metavar="FOLDER", help="Write FOLDER/batchrun.prom instead."))
+@command(
+    word(
+        "--write", type=file, metavar="FOLDER", help="Write FOLDER/batchrun.prom, for all to read."
+    )
+)
 def metrics_command(app: App, *, write: str | None) -> Ended:
     """Show how all jobs stand as metrics for Prometheus."""
     with app.ledger(write=False) as ledger:
