@@ -758,7 +758,7 @@ def test_rejects_are_not_dropped_while_a_retry_of_their_kin_goes_on(ledger: Ledg
     first = opened(ledger)
     ledger.stage_rejects(first, 1, 1, "main", [{"record": "x", "reason": "y", "value": "1"}])
     checkpoint = next_checkpoint(ledger, first, rejected=1)
-    ledger.commit(first, checkpoint, *checkpoint_bytes(checkpoint), (0.0, 0.0, 0.0), nothing)
+    ledger.commit(first, Commit(checkpoint, *checkpoint_bytes(checkpoint)), nothing)
     first = ledger.settle(first, 1, SUCCEEDED)
     spots = [row.spot for row in ledger.rejects(first)]
     second = opened(ledger, run_id="r2", retry=batchrun.Retry(first, spots))

@@ -183,7 +183,8 @@ def test_install_writes_where_systemd_looks_and_only_over_its_own(
 
     def install(job: str | None = "sync", *, force: bool = False) -> str:
         asked["tick"] = job is None
-        return unit_command(app, job=job, install=True, force=force, **asked).text
+        result: batchrun.Result = unit_command(app, job=job, install=True, force=force, **asked)
+        return result.text
 
     shown = install()
     names = ["batchrun-shop-sync.service", "batchrun-shop-sync.timer"]
