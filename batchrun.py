@@ -17830,8 +17830,10 @@ def run_command_line(arguments: list[str]) -> int:
         return int(root.main(arguments, "batchrun", standalone_mode=False) or 0)
     except click.exceptions.Exit as leaving:
         return leaving.exit_code
-    except SystemExit as leaving:  # after a shell was told by click what completes a word
-        return int(leaving.code or 0)
+    except SystemExit as leaving:
+        if "_BATCHRUN_COMPLETE" in os.environ:  # a shell was told by click what completes a word
+            return int(leaving.code or 0)
+        raise
     except (click.Abort, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     except click.ClickException as error:
