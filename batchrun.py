@@ -17828,8 +17828,6 @@ def run_command_line(arguments: list[str]) -> int:
     try:
         root = build_command_line(app, arguments)
         return int(root.main(arguments, "batchrun", standalone_mode=False) or 0)
-    except click.exceptions.Exit as leaving:
-        return leaving.exit_code
     except SystemExit as leaving:
         if "_BATCHRUN_COMPLETE" in os.environ:  # a shell was told by click what completes a word
             return int(leaving.code or 0)

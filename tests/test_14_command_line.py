@@ -89,7 +89,7 @@ def everything_in(folder: Path) -> dict[str, tuple[int, int, int]]:
 @pytest.mark.parametrize("as_json", [False, True])
 def test_what_is_said_shows_no_secret(*, as_json: bool, capfd: pytest.CaptureFixture[str]) -> None:
     console = batchrun.Console(batchrun.Host())
-    console.as_json, console.tells = as_json, True
+    console.as_lines, console.tells = as_json, True
     console.say("asked https://joe:hunter22@example.org")
     out, err = capfd.readouterr()
     assert "joe:***@example.org" in (out if as_json else err)
