@@ -1488,6 +1488,13 @@ def test_the_time_for_all_releases_has_room_for_one_that_a_release_adds() -> Non
 # --- databases, secrets, the log ----------------------------------------------------------------
 
 
+def test_a_sqlite_database_is_opened_to_wait_for_others_and_to_lose_nothing(tmp_path: Path) -> None:
+    with contextlib.closing(batchrun.open_database(f"sqlite:{tmp_path}/stock.db")) as stock:
+        names = ("busy_timeout", "journal_mode", "synchronous", "foreign_keys")
+        found = [stock.pragma(name) for name in names]
+    assert found == [batchrun.BUSY_LIMIT_S * 1000, "wal", 2, 1]
+
+
 def test_database_urls_name_the_file_that_they_say(shop: Shop) -> None:
     shop.write("""
         here = os.getcwd()
