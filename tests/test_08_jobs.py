@@ -1425,6 +1425,20 @@ def test_a_stop_that_the_job_swallows_is_still_a_stop(shop: Shop) -> None:
     assert shop.commits() == 1
 
 
+def test_what_was_read_when_a_stop_was_asked_for_is_not_begun(shop: Shop) -> None:
+    shop.write("""
+        def read(after, limit):
+            os.kill(os.getpid(), 15 if after else 0)
+            return list(range((after or 0) + 1, 11))[:5]
+
+        for batch in ctx.batches(read, key=lambda number: number):
+            done(*batch)
+            yield batch
+        """)
+    assert shop.run().code == 75
+    assert shop.done() == ["1", "2", "3", "4", "5"]
+
+
 def test_our_own_code_is_not_interrupted_and_the_job_is_afterwards_once() -> None:
     frame, seen = batchrun.JobFrame(), []
 
