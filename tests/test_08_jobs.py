@@ -1425,6 +1425,20 @@ def test_a_stop_that_the_job_swallows_is_still_a_stop(shop: Shop) -> None:
     assert shop.commits() == 1
 
 
+def test_what_was_read_when_a_stop_was_asked_for_is_not_begun(shop: Shop) -> None:
+    shop.write("""
+        def read(after, limit):
+            os.kill(os.getpid(), 15 if after else 0)
+            return list(range((after or 0) + 1, 11))[:5]
+
+        for batch in ctx.batches(read, key=lambda number: number):
+            done(*batch)
+            yield batch
+        """)
+    assert shop.run().code == 75
+    assert shop.done() == ["1", "2", "3", "4", "5"]
+
+
 def test_our_own_code_is_not_interrupted_and_the_job_is_afterwards_once() -> None:
     frame, seen = batchrun.JobFrame(), []
 
@@ -1486,6 +1500,13 @@ def test_the_time_for_all_releases_has_room_for_one_that_a_release_adds() -> Non
 
 
 # --- databases, secrets, the log ----------------------------------------------------------------
+
+
+def test_a_sqlite_database_is_opened_to_wait_for_others_and_to_lose_nothing(tmp_path: Path) -> None:
+    with contextlib.closing(batchrun.open_database(f"sqlite:{tmp_path}/stock.db")) as stock:
+        names = ("busy_timeout", "journal_mode", "synchronous", "foreign_keys")
+        found = [stock.pragma(name) for name in names]
+    assert found == [batchrun.BUSY_LIMIT_S * 1000, "wal", 2, 1]
 
 
 def test_database_urls_name_the_file_that_they_say(shop: Shop) -> None:
