@@ -880,7 +880,7 @@ BEGUN = """\
             reach("ledger.begun", number)
 """
 NAIVE_FENCE = """\
-        with self._owning(run, checkpoint.generation):
+        with self._owning(run, commit.checkpoint.generation):
             pass
         publish()
         with self._writing():
