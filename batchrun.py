@@ -922,11 +922,7 @@ class Host:
 
     def _stat_fields(self, pid: int) -> list[str]:
         """Return /proc/PID/stat from field 3 (the state) on; empty if there is no such process."""
-        try:
-            text = (self.proc / f"{pid}/stat").read_text()
-        except OSError:
-            return []
-        return text.rpartition(")")[2].split()
+        return _text_of(self.proc / f"{pid}/stat").rpartition(")")[2].split()
 
     def holders(self, descriptor: int) -> list[int]:
         """Return the processes that have the file of this descriptor open, this one excepted."""
@@ -1078,10 +1074,7 @@ class Host:
 
     def mount_table(self) -> list[str]:
         """Return the lines of /proc/self/mountinfo; empty where there is none."""
-        try:
-            return Path("/proc/self/mountinfo").read_text().splitlines()
-        except OSError:
-            return []
+        return _text_of(Path("/proc/self/mountinfo")).splitlines()
 
     def is_journal(self) -> bool:
         """Tell whether stderr is the systemd journal."""
@@ -1863,11 +1856,10 @@ def require_url(url: str) -> str:
     except ValueError as error:
         remember_url(url)  # nobody can tell which part of it is secret
         raise ValueError(f"{error} (the address is not shown: it may hold a secret)") from None
-    several = parts.scheme.startswith("postgres")  # libpq takes no host, too
     if parts.scheme in LOCAL_SCHEMES:
         if not url_path(url):
             raise ValueError(f'a path is wanted, "{parts.scheme}:PATH"')
-    elif not parts.hostname and not several:
+    elif not parts.hostname and not parts.scheme.startswith("postgres"):  # libpq needs none
         raise ValueError(f'a host is wanted, "{parts.scheme}://HOST"')
     if parts.scheme == "tcp" and not any(ports):
         raise ValueError('a port is wanted, "tcp://HOST:PORT"')

@@ -369,3 +369,16 @@ def test_connections_to_an_sqlite_file_are_its_open_descriptors(tmp_path: Path) 
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     assert count(process, {"stock": [Peer(str(path))]}) == {"stock": 2}
+
+
+def test_a_process_is_known_whatever_bytes_it_calls_itself_by() -> None:
+    named = "open('/proc/self/comm', 'wb').write(b'\\xff) Z'); print(flush=True); input()"
+    command, pipe = [sys.executable, "-c", named], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdout.readline()
+        found = Host().identify(process.pid)
+        assert found is not None
+        assert Host().is_alive(found)
+        process.communicate(b"\n")
