@@ -761,7 +761,7 @@ def test_the_text_of_an_override_means_what_fits_the_declared_type(
     assert (type(getattr(settings, name)), getattr(settings, name)) == (type(made), made)
 
 
-@pytest.mark.parametrize("raw", ["~/feed.tsv", ""])
+@pytest.mark.parametrize("raw", ["~/feed.tsv", "", "feed\0.tsv"])
 def test_a_path_among_the_settings_has_no_home_either(raw: str) -> None:
     shown = settings_letter(Everything, {**GOOD, "feed": raw}).splitlines()[1]
     assert shown == ('- feed: a path without "~", relative to the config file or whole, is wanted')
