@@ -212,6 +212,11 @@ def test_a_config_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "b.toml")
 
 
+def test_a_letter_quotes_a_name_that_would_be_two_tables(tmp_path: Path) -> None:
+    found = letter(tmp_path, '[jobs."stock.push"]\nbatch_size = 0\n')
+    assert '[jobs."stock.push"] batch_size = 0: a whole number' in found
+
+
 def test_everything_wrong_in_a_config_stands_in_one_letter(tmp_path: Path) -> None:
     text = 'stat = "s"\nmin_free = 16\nstate = "~/s"\n'
     text += '[defaults]\nbatch_sise = 1\nmax_fresh = true\nuses = "a"\n'
