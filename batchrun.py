@@ -922,11 +922,7 @@ class Host:
 
     def _stat_fields(self, pid: int) -> list[str]:
         """Return /proc/PID/stat from field 3 (the state) on; empty if there is no such process."""
-        try:
-            text = (self.proc / f"{pid}/stat").read_text()
-        except OSError:
-            return []
-        return text.rpartition(")")[2].split()
+        return _text_of(self.proc / f"{pid}/stat").rpartition(")")[2].split()
 
     def holders(self, descriptor: int) -> list[int]:
         """Return the processes that have the file of this descriptor open, this one excepted."""
@@ -1068,20 +1064,17 @@ class Host:
 
     def file_system(self, path: Path) -> str:
         """Return the type of the file system that holds a path, `ext4`; empty if unknown."""
-        best, found = -1, ""
+        best, found = "", ""
         for line in self.mount_table():
             fields, _, rest = line.partition(" - ")
-            mounted_on = fields.split()[4].replace("\\040", " ")
-            if path.is_relative_to(mounted_on) and len(mounted_on) >= best:
-                best, found = len(mounted_on), rest.split()[0]
+            mounted_on = fields.split()[4].replace("\\040", " ").rstrip("/") + "/"
+            if f"{path}/".startswith(mounted_on) and len(mounted_on) >= len(best):
+                best, found = mounted_on, rest.split()[0]
         return found
 
     def mount_table(self) -> list[str]:
         """Return the lines of /proc/self/mountinfo; empty where there is none."""
-        try:
-            return Path("/proc/self/mountinfo").read_text().splitlines()
-        except OSError:
-            return []
+        return _text_of(Path("/proc/self/mountinfo")).splitlines()
 
     def is_journal(self) -> bool:
         """Tell whether stderr is the systemd journal."""
@@ -1154,6 +1147,11 @@ class Host:
         home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
         return Path(home) / "systemd/user"
 
+    @property
+    def end_is_heard(self) -> bool:
+        """Whether `show_end` has anybody to tell."""
+        return self.systemd.listens or "BATCHRUN_TERMINATION_MESSAGE" in os.environ
+
     def show_end(self, text: str) -> None:
         """Tell who started us how it ended: systemd, and the file that Kubernetes reads."""
         self.systemd.show(text, at_once=True)
@@ -1180,7 +1178,8 @@ class Systemd:
         self._host = host
         names = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
         address, period, pid = (os.environ.pop(name, "") for name in names)
-        self._address = re.sub("^@", "\0", address)
+        self.listens = bool(address)
+        self._address = f"\0{address[1:]}" if address.startswith("@") else address
         watched = period.isdecimal() and int(period) > 0 and pid in ("", str(os.getpid()))
         half_s = int(period) / 2e6 if watched else float("inf")
         self.longest_wait_s = half_s / 2  # from one turn to the next, for the watchdog's sake
@@ -1857,11 +1856,10 @@ def require_url(url: str) -> str:
     except ValueError as error:
         remember_url(url)  # nobody can tell which part of it is secret
         raise ValueError(f"{error} (the address is not shown: it may hold a secret)") from None
-    several = parts.scheme.startswith("postgres")  # libpq takes no host, too
     if parts.scheme in LOCAL_SCHEMES:
         if not url_path(url):
             raise ValueError(f'a path is wanted, "{parts.scheme}:PATH"')
-    elif not parts.hostname and not several:
+    elif not parts.hostname and not parts.scheme.startswith("postgres"):  # libpq needs none
         raise ValueError(f'a host is wanted, "{parts.scheme}://HOST"')
     if parts.scheme == "tcp" and not any(ports):
         raise ValueError('a port is wanted, "tcp://HOST:PORT"')
@@ -2347,7 +2345,7 @@ def _read_toml(path: Path, problems: list[str]) -> dict[str, Any]:
     import tomllib  # only where a config is read
 
     try:
-        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+        return tomllib.loads(path.read_bytes().decode().removeprefix("\ufeff"))
     except FileNotFoundError as error:
         raise ConfigurationError(
             f"There is no config file {path}.",
@@ -16381,7 +16379,9 @@ class Console:
             self._tell(text, NEWS if code in FINE else ERROR)
 
     def show_end(self, text: str) -> None:
-        """Tell who started us how it ended: it is read elsewhere."""
+        """Tell who started us how it ended, if they listen: it is read elsewhere."""
+        if not self._host.end_is_heard:
+            return
         config = Path(self.config or "batchrun.toml").absolute()
         text = typed_elsewhere(text, config, "|".join(FIRST_WORDS))
         self._host.show_end(visible(mask_secrets(text)))
@@ -16411,13 +16411,17 @@ class App:
     def __init__(self) -> None:
         self.host = Host()
         self.console = Console(self.host)
-        self.who = self.host.user_name(os.getuid())
 
     def take(self, config: str | None, **ways: bool) -> None:
         """Keep the global options, given before the command or after it."""
         self.console.config = str(Path(config).absolute()) if config else self.console.config
         for name, is_on in ways.items():
             setattr(self.console, name, getattr(self.console, name) or is_on)
+
+    @functools.cached_property
+    def who(self) -> str:
+        """The user who asks."""
+        return self.host.user_name(os.getuid())
 
     @functools.cached_property
     def config(self) -> Config:

@@ -369,3 +369,27 @@ def test_connections_to_an_sqlite_file_are_its_open_descriptors(tmp_path: Path) 
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     assert count(process, {"stock": [Peer(str(path))]}) == {"stock": 2}
+
+
+def test_a_process_is_known_whatever_bytes_it_calls_itself_by() -> None:
+    named = "open('/proc/self/comm', 'wb').write(b'\\xff) Z'); print(flush=True); input()"
+    command, pipe = [sys.executable, "-c", named], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdout.readline()
+        found = Host().identify(process.pid)
+        assert found is not None
+        assert Host().is_alive(found)
+        process.communicate(b"\n")
+
+
+def test_a_path_lies_on_the_file_system_that_was_mounted_last_and_deepest_above_it() -> None:
+    class Mounted(Host):
+        def mount_table(self) -> list[str]:
+            places = [("/", "ext4"), ("/srv", "xfs"), ("/srv", "btrfs"), ("/srv/a\\040b", "nfs4")]
+            return [f"1 0 8:1 / {place} rw shared:1 - {kind} x rw" for place, kind in places]
+
+    places = ("/srv-old/x", "/srv", "/srv/x", "/srv/a b/c", "/")
+    kinds = [Mounted().file_system(Path(place)) for place in places]
+    assert kinds == ["ext4", "btrfs", "btrfs", "nfs4", "ext4"]

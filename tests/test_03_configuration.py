@@ -212,6 +212,11 @@ def test_a_config_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "b.toml")
 
 
+def test_a_letter_quotes_a_name_that_would_be_two_tables(tmp_path: Path) -> None:
+    found = letter(tmp_path, '[jobs."stock.push"]\nbatch_size = 0\n')
+    assert '[jobs."stock.push"] batch_size = 0: a whole number' in found
+
+
 def test_everything_wrong_in_a_config_stands_in_one_letter(tmp_path: Path) -> None:
     text = 'stat = "s"\nmin_free = 16\nstate = "~/s"\n'
     text += '[defaults]\nbatch_sise = 1\nmax_fresh = true\nuses = "a"\n'
@@ -761,7 +766,7 @@ def test_the_text_of_an_override_means_what_fits_the_declared_type(
     assert (type(getattr(settings, name)), getattr(settings, name)) == (type(made), made)
 
 
-@pytest.mark.parametrize("raw", ["~/feed.tsv", ""])
+@pytest.mark.parametrize("raw", ["~/feed.tsv", "", "feed\0.tsv"])
 def test_a_path_among_the_settings_has_no_home_either(raw: str) -> None:
     shown = settings_letter(Everything, {**GOOD, "feed": raw}).splitlines()[1]
     assert shown == ('- feed: a path without "~", relative to the config file or whole, is wanted')
