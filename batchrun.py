@@ -2383,9 +2383,20 @@ def _read_keys(
     rest = {name: value for name, value in table.items() if name not in keys}
     if others is not None:
         for name in (name for name in rest if name not in others):
-            meant = _meant(name, [*keys, *others])
+            meant = _elsewhere(name) or _meant(name, [*keys, *others])
             problems.append(f"{where}{name}: there is no such key or table{meant}")
     return values, rest
+
+
+def _elsewhere(name: str) -> str:
+    """Return where in the file a key has its place, in words, or ""."""
+    tables = [table for table, keys in config_keys().items() if name in keys]
+    if not tables:
+        return ""
+    if "" in tables:
+        return " here; it stands at the top of the file"
+    shown = [f"[[{each}]]" if each.startswith("health.") else f"[{each}]" for each in tables]
+    return f" here; it stands in {' or '.join(shown)}"
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
@@ -7482,6 +7493,13 @@ def load_job(job_config: JobConfig) -> Job:
     """Import a configured job's file and return the job; ConfigurationError says what is wrong."""
     path, name = job_config.path, job_config.module
     check_trusted(path.parent, what="the jobs folder")
+    if not path.exists():
+        raise ConfigurationError(
+            f"There is no file {path}, which the job {job_config.name} is to be in.",
+            unchanged="Nothing was begun.",
+            todo="Write it, or name the file it is in: "
+            f'uses = "FILE:FUNCTION" in {_heading(job_config.name)}.',
+        )
     check_trusted(path, what="the job's file")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))

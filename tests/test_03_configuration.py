@@ -233,7 +233,7 @@ def test_everything_wrong_in_a_config_stands_in_one_letter(tmp_path: Path) -> No
         "- job: there is no such key or table; did you mean jobs?",
         "- [defaults] max_fresh = true: a whole number from 0 to 1000 is wanted",
         "- [defaults] batch_sise: there is no such key or table; did you mean batch_size?",
-        "- [defaults] uses: there is no such key or table",
+        "- [defaults] uses: there is no such key or table here; it stands in [jobs.NAME]",
         (
             '- [jobs.".x"]: a job\'s name is 1 to 64 letters, digits, _ - . and begins with'
             " neither . nor -"
@@ -247,6 +247,20 @@ def test_everything_wrong_in_a_config_stands_in_one_letter(tmp_path: Path) -> No
         "Nothing was changed.",
         "Correct it, then type: batchrun --config F/batchrun.toml jobs",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("batch_size = 10", "in [defaults] or [jobs.NAME]"),
+        ('[defaults]\nmin_free = "1MB"', "at the top of the file"),
+        ('[alerts]\ncritical = ["memory"]', "in [defaults] or [jobs.NAME] or [health] or "),
+    ],
+)
+def test_a_key_in_a_wrong_place_is_told_where_it_stands(
+    tmp_path: Path, text: str, where: str
+) -> None:
+    assert f": there is no such key or table here; it stands {where}" in letter(tmp_path, text)
 
 
 @pytest.mark.parametrize("name", ["a", "A.b-c_9", "x" * 64])
@@ -415,10 +429,12 @@ def test_everything_wrong_with_health_is_in_one_letter(tmp_path: Path) -> None:
         '- [[health.database]] number 1 url = "sqlite:": a path is wanted, "sqlite:PATH"\n'
         '- [[health.database]] number 2 url = "tcp://localhost": a port is wanted,'
         ' "tcp://HOST:PORT"\n'
-        "- [[health.database]] number 2 command: there is no such key or table\n"
+        "- [[health.database]] number 2 command: there is no such key or table here;"
+        " it stands in [[health.dependency]] or [alerts]\n"
         "- [[health.database]] number 2 name: is missing; it says what messages call it\n"
         '- [[health.database]] number 3 url = "http:///x": a host is wanted, "http://HOST"\n'
-        "- [[health.database]] number 3 expect: there is no such key or table\n"
+        "- [[health.database]] number 3 expect: there is no such key or table here;"
+        " it stands in [[health.dependency]]\n"
         '- [[health.database]] number 3 name = "stock": another one has that name\n'
         '- [[health.database]] number 3 jobs: there is no job "syncs"; did you mean sync?\n'
         "Nothing was changed.\n"

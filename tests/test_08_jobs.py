@@ -1358,10 +1358,11 @@ def test_a_mistake_in_the_jobs_file_is_a_letter(shop: Shop, text: str, what: str
 def test_a_missing_job_file_is_a_letter(shop: Shop) -> None:
     shop.write_file("")
     (shop.folder / "jobs" / "sync.py").unlink()
-    ended = shop.run()
-    assert ended.code == 2
-    assert f"{shop.folder}/jobs/sync.py" in ended.err
-    assert "Traceback" not in ended.err
+    assert shop.letter(code=2) == (
+        f"There is no file {shop.folder}/jobs/sync.py, which the job sync is to be in.\n"
+        "Nothing was begun.\n"
+        'Write it, or name the file it is in: uses = "FILE:FUNCTION" in [jobs.sync].'
+    )
 
 
 def test_a_wrong_setting_is_a_letter_that_names_it(shop: Shop) -> None:
