@@ -15572,22 +15572,21 @@ def render_metrics(
     """Return the metrics in Prometheus's text format 0.0.4 (not OpenMetrics); all are gauges."""
     age_s = seconds_between(lockfile.since, now) if lockfile and lockfile.since else None
     is_overdue = bool(lockfile and lockfile.overdue)
-    single = {
-        "build_info": ("The version of batchrun.", {"version": VERSION}, 1),
-        "tick_timestamp_seconds": ("When the tick ran last.", {}, ticked_at),
-        "untold_alerts": ("Alerts that have not reached somebody.", {}, untold),
-        "maintenance": ("1 while maintenance is on.", {}, bool(lockfile)),
-        "maintenance_age_seconds": ("For how long it is on.", {}, age_s),
-        "maintenance_overdue": ("1 if it should be over by now.", {}, is_overdue),
-    }
-    lines = []
-    for name, (means, labels, value) in single.items():
-        lines += render_metric(name, means, [(labels, value)])
-    for name, (means, key) in METRICS.items():
-        lines += render_metric(name, means, [({LABEL: job["job"]}, job[key]) for job in jobs])
     pairs = [(job, state) for job in jobs for state in RunState]
     states = [({LABEL: j["job"], "state": s}, j["state"] == s) for j, s in pairs]
-    return "\n".join([*lines, *render_metric("run_state", "1 for its state.", states), ""])
+    gauges: dict[str, tuple[str, list[tuple[dict[str, str], Any]]]] = {
+        "build_info": ("The version of batchrun.", [({"version": VERSION}, 1)]),
+        "tick_timestamp_seconds": ("When the tick ran last.", [({}, ticked_at)]),
+        "untold_alerts": ("Alerts that have not reached somebody.", [({}, untold)]),
+        "maintenance": ("1 while maintenance is on.", [({}, bool(lockfile))]),
+        "maintenance_age_seconds": ("For how long it is on.", [({}, age_s)]),
+        "maintenance_overdue": ("1 if it should be over by now.", [({}, is_overdue)]),
+    }
+    for name, (means, key) in METRICS.items():
+        gauges[name] = (means, [({LABEL: job["job"]}, job[key]) for job in jobs])
+    gauges["run_state"] = ("1 for its state.", states)
+    lines = chain.from_iterable(render_metric(name, *gauge) for name, gauge in gauges.items())
+    return "\n".join([*lines, ""])
 
 
 def render_metric(
@@ -16241,16 +16240,20 @@ def file(click: Any) -> Any:
     return click.Path()
 
 
-def duration(click: Any) -> Any:
-    """Declare that it is a duration; the command is given its seconds."""
+def parsed(click: Any, parse: Callable[[str], Any]) -> Any:
+    """Declare that a command is given what a function makes of it, or says by ValueError."""
 
-    def seconds(text: str) -> float:
+    def parsed_text(text: str) -> Any:
         try:
-            return parse_duration(text)
+            return parse(text)
         except ValueError as error:
             raise click.BadParameter(f"{error}.") from error
 
-    return seconds
+    return parsed_text
+
+
+duration = functools.partial(parsed, parse=parse_duration)
+compact_json = functools.partial(parsed, parse=lambda text: _compact(json.loads(text)))
 
 
 GLOBAL = (
@@ -17218,7 +17221,7 @@ def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) 
     word("run", required=False),
     word("--lookup", is_flag=True, help="Ask the destinations by the jobs' own lookups."),
     word("--confirm", multiple=True, metavar="KEY", help="It was done."),
-    word("--receipt", default="", metavar="JSON", help="What the destination gave for it."),
+    word("--receipt", type=compact_json, metavar="JSON", help="What the destination gave for it."),
     word("--absent", multiple=True, metavar="KEY", help="It was not done, and may be called."),
     word("--why", default="", metavar="TEXT", help="How you know, kept with the answer."),
     word("--by", default="", metavar="WHO", help="Who decided, if it is not you."),
@@ -17229,7 +17232,10 @@ def reconcile_command(
     app: App, *, run: str | None, lookup: bool, applies: bool, **said: Any
 ) -> Ended:
     """List operations of unknown outcome, and answer what became of them."""
-    told = told_by(app.who, **said)
+    if (said["confirm"] or said["absent"]) and not said["why"].strip():
+        raise half_answer("An answer needs --why.")
+    who = said["by"] or app.who
+    told = Told(0, None, said["receipt"], mask_secrets(who), mask_secrets(said["why"]))
     app.console.tells = not app.console.quiet
     with app.ledger(write=applies) as ledger:
         reconciler = Reconciler(app.config, ledger, app.host, app.console.say)
@@ -17238,19 +17244,6 @@ def reconcile_command(
         rows = by_person(reconciler.unknown(found), keys_of, told, of_run=found is not None)
         rows = reconciler.settled(rows, app.who, lookup=lookup, applies=applies)
         return result_of_answers(app, ledger, rows, applies=applies)
-
-
-def told_by(
-    user: str, *, confirm: Sequence[str], absent: Sequence[str], receipt: str, why: str, by: str
-) -> Told:
-    """Return what a person says, without saying of which operation; refuse half of an answer."""
-    if (confirm or absent) and not why.strip():
-        raise half_answer("An answer needs --why.")
-    try:
-        given = _compact(json.loads(receipt)) if receipt else None
-    except ValueError as error:
-        raise half_answer("--receipt is not JSON.") from error
-    return Told(0, None, given, mask_secrets(by or user), mask_secrets(why))
 
 
 def result_of_answers(app: App, ledger: Ledger, rows: list[Answered], *, applies: bool) -> Result:
