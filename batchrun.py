@@ -73,7 +73,7 @@ import stat
 import sys
 import time
 from _thread import get_ident
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
@@ -15230,9 +15230,6 @@ def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
     attempts, times = ledger.attempts(run), ledger.batch_times(run)
     last = ledger.commit_row(run, run.number)
     owners = owners_of(run, attempts[-1] if attempts else None, host)
-    cleanups = ledger.cleanups(run)
-    pending = sum(cleanup.done_at is None for cleanup in cleanups)
-    counted = {"done": len(cleanups) - pending, "PENDING": pending}
     reading, check = ledger.readings(run, 1), ledger.health_checks(run, 1)
     return {
         "owners": processes_text(owners, host) if owners else "",
@@ -15245,7 +15242,7 @@ def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
         "health_check": check[0]._asdict() if check else None,
         "operations": ledger.operation_outcomes(run),
         "rejects": ledger.reject_states(run) if run.rejected else {},
-        "cleanups": {state: count for state, count in counted.items() if count},
+        "cleanups": Counter("done" if c.done_at else "PENDING" for c in ledger.cleanups(run)),
     }
 
 
