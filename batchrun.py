@@ -16389,7 +16389,7 @@ class Console:
     def _tell(self, text: str, priority: int) -> None:
         """Write lines to standard error; the journal is told how much each matters."""
         self.draw("")
-        text = visible(mask_secrets(self.typed(text)))
+        text = mask_secrets(self.typed(text))
         if self._host.is_journal():
             text = re.sub("^", f"<{priority}>", text, flags=re.MULTILINE)
         write_line(2, text)
