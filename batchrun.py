@@ -17408,7 +17408,10 @@ def rollback_command(
         if not begun:
             document["bytes"] = look_at_rollback(app.config, app.state, ledger, rollback)
     if dry_run:
-        return result_of_rollback(document)
+        undone, to = document["run"], document["to_batch"]
+        first = f"a rollback of run {undone} to batch {to} would do this; nothing was written"
+        todo = f"to do it: batchrun rollback {undone}" + f" --to-batch {to}" * bool(to)
+        return Result("\n".join([first, *render_rollback(document), todo]), document)
     how = {"only_resume": True} if begun else {"overrides": found.overrides, "rollback": rollback}
     return app.supervise(launch._replace(job=found.job, by_person=True, **how)).exit_code
 
@@ -17425,14 +17428,6 @@ def rollback_of(ledger: Ledger, run: Run, to_batch: int | None, why: str) -> tup
             todo=f"To go on with that: batchrun resume {begun.id}",
         )
     return ledger.rollback_by(begun), True
-
-
-def result_of_rollback(document: dict[str, Any]) -> Result:
-    """Return what a rollback would do."""
-    run, to = document["run"], document["to_batch"]
-    lines = [f"a rollback of run {run} to batch {to} would do this; nothing was written"]
-    todo = f"to do it: batchrun rollback {run}" + f" --to-batch {to}" * bool(to)
-    return Result("\n".join([*lines, *render_rollback(document), todo]), document)
 
 
 # -- set up --------------------------------------------------------------------------------------
