@@ -14843,7 +14843,7 @@ def summarise_job(
         "why": standing.why,
         "next": stalls.todo if stalls else again or standing.todo,
         "needs_someone": standing.needs_someone or bool(stuck or stalls or late),
-        "cleanups": as_documents(stuck),
+        "cleanups": [finding._asdict() for finding in stuck],
         "deferred_since": run and run.deferred and run.deferred["at"],
         "leaks": [],
         "stalled": f"{stalls.what}; {stalls.why}" if stalls else "",
@@ -14851,27 +14851,6 @@ def summarise_job(
         "unknown_operations": left_open[0],
         "open_rejects": left_open[1],
     }
-
-
-def as_documents(findings: Iterable[Finding]) -> list[dict[str, str]]:
-    """Return findings as JSON has them."""
-    return [finding._asdict() for finding in findings]
-
-
-def render_findings(findings: list[Finding]) -> str:
-    """Return findings as text: what, why, and what to type."""
-    return "\n".join(f"{f.what}\n  {f.why}\n  to type: {f.todo}" for f in findings)
-
-
-CLOSED = """Maintenance stays on: nothing was changed, and nothing starts. Type one of:
-  batchrun maintenance off           once it is mended (converter, old file, setting)
-  batchrun maintenance off --force   to open it all the same, which is recorded"""
-
-
-def render_closed(findings: list[Finding]) -> str:
-    """Return why maintenance stays on, and the two ways out; no start is one behind the barrier."""
-    said = (line for found in findings for line in (found.what, found.why) if line)
-    return "\n".join([*said, CLOSED])
 
 
 def summarise_barrier(ledger: Ledger, barrier: Barrier | None) -> dict[str, Any]:
@@ -15486,12 +15465,6 @@ def unit_word(text: object) -> str:
     """Return a word as a unit has it: quoted where that is needed, `%` doubled."""
     said = str(text).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return said if re.fullmatch(r"[\w/.,:=@%+-]+", said) else f'"{said}"'
-
-
-def render_cron(timed: Timed) -> str:
-    """Return the line of a crontab; cron takes a plain `%` for the end of the line."""
-    fields = timed.when(1) if timed.every else "*/5 * * * *"
-    return f"{fields}  {_typed(*timed.words)}".replace("%", "\\%")
 
 
 def render_units(timed: Timed, marker: str) -> dict[str, str]:
@@ -16998,12 +16971,18 @@ def maintenance_off_command(app: App, *, force: bool) -> Result:
         closed = app.state.maintenance.find() is not None
         findings = rehearsal(app.config, app.state, ledger, {}) if closed else []
         if findings and not force:
-            document = {"findings": as_documents(findings)}
-            return Result(render_closed(findings), document, found=True)
+            said = [line for finding in findings for line in (finding.what, finding.why) if line]
+            document = {"findings": [finding._asdict() for finding in findings]}
+            return Result("\n".join([*said, STAYS_ON]), document, found=True)
         overridden = "; ".join(finding.what for finding in findings)
         why = f"by --force, although: {overridden}" if findings else "switched off"
         document = summarise_barrier(ledger, app.state.maintenance.end(ledger, app.who, why))
     return Result(render_barrier(document), document)
+
+
+STAYS_ON = """Maintenance stays on: nothing was changed, and nothing starts. Type one of:
+  batchrun maintenance off           once it is mended (converter, old file, setting)
+  batchrun maintenance off --force   to open it all the same, which is recorded"""
 
 
 @command(exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND])
@@ -17094,7 +17073,7 @@ def rehearse_command(app: App, *, as_version: tuple[str, ...]) -> Result:
         findings = rehearsal(app.config, app.state, ledger, versions)
     said = [line for found in findings for line in (found.what, found.why, found.todo) if line]
     text = "\n".join(said) or f"all of {count} unfinished runs could go on"
-    document = {"runs": count, "findings": as_documents(findings)}
+    document = {"runs": count, "findings": [finding._asdict() for finding in findings]}
     return Result(text, document, found=bool(findings))
 
 
@@ -17278,8 +17257,9 @@ def check_command(app: App) -> Result:
         for store in app.state.stores():
             require_witnesses_known(ledger, store)
         notes = known_losses(ledger)
-    text = "\n".join([render_findings(findings) or "ledger and checkpoints agree", *notes])
-    document = {"findings": as_documents(findings), "notes": notes}
+    said = [f"{f.what}\n  {f.why}\n  to type: {f.todo}" for f in findings]
+    text = "\n".join([*(said or ["ledger and checkpoints agree"]), *notes])
+    document = {"findings": [finding._asdict() for finding in findings], "notes": notes}
     return Result(text, document, found=bool(findings))
 
 
@@ -17611,7 +17591,8 @@ def unit_command(app: App, *, job: str | None, install: bool, force: bool, **ask
     own = install and os.geteuid() != 0
     timed = timed_by(app, job, asked | {"install": install, "force": force}, own=own)
     if asked["cron"]:
-        line = render_cron(timed)
+        fields = timed.when(1) if timed.every else "*/5 * * * *"
+        line = f"{fields}  {_typed(*timed.words)}".replace("%", "\\%")  # a plain one ends the line
         return Result(line, {"line": line})
     marker = f"{UNIT_MARK}`unit {job or '--tick'}` of {app.config.path}"
     files = render_units(timed, marker).items()
