@@ -16659,52 +16659,46 @@ def status_command(app: App, *, name: str | None, watch: bool) -> Ended:
 DRAW_EVERY_S, LOOK_EVERY_S = 1.0, 0.2
 
 
-class Screen:
-    """A terminal that is drawn on, all of it; given back as it was on every way out."""
+@contextlib.contextmanager
+def whole_screen() -> Iterator[None]:
+    """Take all of the terminal to draw on; it is given back as it was on every way out."""
+    import termios
+    import tty
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._before: Any = None
-
-    def __enter__(self) -> Self:
-        import termios
-        import tty
-
-        self._before = termios.tcgetattr(0)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.default_int_handler)
+    before = termios.tcgetattr(0)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
         tty.setcbreak(0)
         ways = termios.tcgetattr(0)
         ways[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell this screen
         termios.tcsetattr(0, termios.TCSANOW, ways)
         write_all(1, b"\x1b[?1049h\x1b[?25l")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        import termios
-
+        yield
+    finally:
         with contextlib.suppress(OSError):
             write_all(1, b"\x1b[?25h\x1b[?1049l")
         with contextlib.suppress(termios.error):
-            termios.tcsetattr(0, termios.TCSADRAIN, self._before)
+            termios.tcsetattr(0, termios.TCSADRAIN, before)
 
-    def show(self, lines: list[str], encoding: str) -> bool:
-        """Draw lines and wait until they are to be drawn anew; False if it is to end.
 
-        They are drawn anew each second, and at once if the terminal has another size.
-        """
-        import select
+def show(host: Host, lines: list[str], encoding: str) -> bool:
+    """Draw lines and wait until they are to be drawn anew; False if it is to end.
 
-        size, until = self._host.terminal_size(1), self._host.monotonic() + DRAW_EVERY_S
-        text = "\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J"
-        try:
-            write_all(1, text.encode(encoding, "replace"))
-            while self._host.monotonic() < until and size == self._host.terminal_size(1):
-                if select.select([0], [], [], LOOK_EVERY_S)[0]:
-                    return bool(typed := os.read(0, 100)) and b"q" not in typed.lower()
-        except OSError:  # the terminal is gone
-            return False
-        return True
+    They are drawn anew each second, and at once if the terminal has another size.
+    """
+    import select
+
+    size, until = host.terminal_size(1), host.monotonic() + DRAW_EVERY_S
+    text = "\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J"
+    try:
+        write_all(1, text.encode(encoding, "replace"))
+        while host.monotonic() < until and size == host.terminal_size(1):
+            if select.select([0], [], [], LOOK_EVERY_S)[0]:
+                return bool(typed := os.read(0, 100)) and b"q" not in typed.lower()
+    except OSError:  # the terminal is gone
+        return False
+    return True
 
 
 def watch_status(app: App, name: str | None) -> ExitCode:
@@ -16715,8 +16709,8 @@ def watch_status(app: App, name: str | None) -> ExitCode:
     encoding = sys.stdout.encoding or "ascii"
     bars = PLAIN_BARS if "█".encode(encoding, "ignore") == b"" else BARS
     status_of(app, name)  # what is wrong is told before the screen is taken
-    with contextlib.suppress(KeyboardInterrupt), Screen(app.host) as screen:
-        while screen.show(live_view(app, name, bars), encoding):
+    with contextlib.suppress(KeyboardInterrupt), whole_screen():
+        while show(app.host, live_view(app, name, bars), encoding):
             pass
     return ExitCode.DONE
 
