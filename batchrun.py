@@ -17799,15 +17799,20 @@ def run_command_line(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     except click.ClickException as error:
-        where = getattr(error, "ctx", None)
-        see = f"See: {where.command_path} --help" if where and "\n" not in str(error) else ""
-        letter: BatchrunError = ConfigurationError(error.format_message(), todo=see)
+        letter: BatchrunError = refused_by_click(error)
     except BatchrunError as error:
         letter = error
     except OSError as error:
         letter = refused_by_system(error, arguments)
     app.console.letter(str(letter), letter.exit_code)
     return letter.exit_code
+
+
+def refused_by_click(error: Any) -> ConfigurationError:
+    """Return what click refused as a letter."""
+    where = getattr(error, "ctx", None)
+    see = f"See: {where.command_path} --help" if where and "\n" not in str(error) else ""
+    return ConfigurationError(error.format_message(), todo=see)
 
 
 def refused_by_system(error: OSError, arguments: list[str]) -> BatchrunError:
