@@ -73,7 +73,7 @@ import stat
 import sys
 import time
 from _thread import get_ident
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from enum import IntEnum, StrEnum
@@ -14861,7 +14861,7 @@ def summarise_job(
         "why": standing.why,
         "next": stalls.todo if stalls else again or standing.todo,
         "needs_someone": standing.needs_someone or bool(stuck or stalls or late),
-        "cleanups": as_documents(stuck),
+        "cleanups": [finding._asdict() for finding in stuck],
         "deferred_since": run and run.deferred and run.deferred["at"],
         "leaks": [],
         "stalled": f"{stalls.what}; {stalls.why}" if stalls else "",
@@ -14869,27 +14869,6 @@ def summarise_job(
         "unknown_operations": left_open[0],
         "open_rejects": left_open[1],
     }
-
-
-def as_documents(findings: Iterable[Finding]) -> list[dict[str, str]]:
-    """Return findings as JSON has them."""
-    return [finding._asdict() for finding in findings]
-
-
-def render_findings(findings: list[Finding]) -> str:
-    """Return findings as text: what, why, and what to type."""
-    return "\n".join(f"{f.what}\n  {f.why}\n  to type: {f.todo}" for f in findings)
-
-
-CLOSED = """Maintenance stays on: nothing was changed, and nothing starts. Type one of:
-  batchrun maintenance off           once it is mended (converter, old file, setting)
-  batchrun maintenance off --force   to open it all the same, which is recorded"""
-
-
-def render_closed(findings: list[Finding]) -> str:
-    """Return why maintenance stays on, and the two ways out; no start is one behind the barrier."""
-    said = (line for found in findings for line in (found.what, found.why) if line)
-    return "\n".join([*said, CLOSED])
 
 
 def summarise_barrier(ledger: Ledger, barrier: Barrier | None) -> dict[str, Any]:
@@ -15248,9 +15227,6 @@ def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
     attempts, times = ledger.attempts(run), ledger.batch_times(run)
     last = ledger.commit_row(run, run.number)
     owners = owners_of(run, attempts[-1] if attempts else None, host)
-    cleanups = ledger.cleanups(run)
-    pending = sum(cleanup.done_at is None for cleanup in cleanups)
-    counted = {"done": len(cleanups) - pending, "PENDING": pending}
     reading, check = ledger.readings(run, 1), ledger.health_checks(run, 1)
     return {
         "owners": processes_text(owners, host) if owners else "",
@@ -15263,7 +15239,7 @@ def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
         "health_check": check[0]._asdict() if check else None,
         "operations": ledger.operation_outcomes(run),
         "rejects": ledger.reject_states(run) if run.rejected else {},
-        "cleanups": {state: count for state, count in counted.items() if count},
+        "cleanups": Counter("done" if c.done_at else "PENDING" for c in ledger.cleanups(run)),
     }
 
 
@@ -15509,12 +15485,6 @@ def unit_word(text: object) -> str:
     return said if re.fullmatch(r"[\w/.,:=@%+-]+", said) else f'"{said}"'
 
 
-def render_cron(timed: Timed) -> str:
-    """Return the line of a crontab; cron takes a plain `%` for the end of the line."""
-    fields = timed.when(1) if timed.every else "*/5 * * * *"
-    return f"{fields}  {_typed(*timed.words)}".replace("%", "\\%")
-
-
 def render_units(timed: Timed, marker: str) -> dict[str, str]:
     """Return the units that start something by a timer: name of the file -> its text."""
     title = f"[Unit]\nDescription=Batch job: {' '.join(timed.words[-2:])}"
@@ -15590,22 +15560,21 @@ def render_metrics(
     """Return the metrics in Prometheus's text format 0.0.4 (not OpenMetrics); all are gauges."""
     age_s = seconds_between(lockfile.since, now) if lockfile and lockfile.since else None
     is_overdue = bool(lockfile and lockfile.overdue)
-    single = {
-        "build_info": ("The version of batchrun.", {"version": VERSION}, 1),
-        "tick_timestamp_seconds": ("When the tick ran last.", {}, ticked_at),
-        "untold_alerts": ("Alerts that have not reached somebody.", {}, untold),
-        "maintenance": ("1 while maintenance is on.", {}, bool(lockfile)),
-        "maintenance_age_seconds": ("For how long it is on.", {}, age_s),
-        "maintenance_overdue": ("1 if it should be over by now.", {}, is_overdue),
-    }
-    lines = []
-    for name, (means, labels, value) in single.items():
-        lines += render_metric(name, means, [(labels, value)])
-    for name, (means, key) in METRICS.items():
-        lines += render_metric(name, means, [({LABEL: job["job"]}, job[key]) for job in jobs])
     pairs = [(job, state) for job in jobs for state in RunState]
     states = [({LABEL: j["job"], "state": s}, j["state"] == s) for j, s in pairs]
-    return "\n".join([*lines, *render_metric("run_state", "1 for its state.", states), ""])
+    gauges: dict[str, tuple[str, list[tuple[dict[str, str], Any]]]] = {
+        "build_info": ("The version of batchrun.", [({"version": VERSION}, 1)]),
+        "tick_timestamp_seconds": ("When the tick ran last.", [({}, ticked_at)]),
+        "untold_alerts": ("Alerts that have not reached somebody.", [({}, untold)]),
+        "maintenance": ("1 while maintenance is on.", [({}, bool(lockfile))]),
+        "maintenance_age_seconds": ("For how long it is on.", [({}, age_s)]),
+        "maintenance_overdue": ("1 if it should be over by now.", [({}, is_overdue)]),
+    }
+    for name, (means, key) in METRICS.items():
+        gauges[name] = (means, [({LABEL: job["job"]}, job[key]) for job in jobs])
+    gauges["run_state"] = ("1 for its state.", states)
+    lines = chain.from_iterable(render_metric(name, *gauge) for name, gauge in gauges.items())
+    return "\n".join([*lines, ""])
 
 
 def render_metric(
@@ -16259,16 +16228,20 @@ def file(click: Any) -> Any:
     return click.Path()
 
 
-def duration(click: Any) -> Any:
-    """Declare that it is a duration; the command is given its seconds."""
+def parsed(click: Any, parse: Callable[[str], Any]) -> Any:
+    """Declare that a command is given what a function makes of it, or says by ValueError."""
 
-    def seconds(text: str) -> float:
+    def parsed_text(text: str) -> Any:
         try:
-            return parse_duration(text)
+            return parse(text)
         except ValueError as error:
             raise click.BadParameter(f"{error}.") from error
 
-    return seconds
+    return parsed_text
+
+
+duration = functools.partial(parsed, parse=parse_duration)
+compact_json = functools.partial(parsed, parse=lambda text: _compact(json.loads(text)))
 
 
 GLOBAL = (
@@ -16407,7 +16380,7 @@ class Console:
     def _tell(self, text: str, priority: int) -> None:
         """Write lines to standard error; the journal is told how much each matters."""
         self.draw("")
-        text = visible(mask_secrets(self.typed(text)))
+        text = mask_secrets(self.typed(text))
         if self._host.is_journal():
             text = re.sub("^", f"<{priority}>", text, flags=re.MULTILINE)
         write_line(2, text)
@@ -16704,52 +16677,46 @@ def status_command(app: App, *, name: str | None, watch: bool) -> Ended:
 DRAW_EVERY_S, LOOK_EVERY_S = 1.0, 0.2
 
 
-class Screen:
-    """A terminal that is drawn on, all of it; given back as it was on every way out."""
+@contextlib.contextmanager
+def whole_screen() -> Iterator[None]:
+    """Take all of the terminal to draw on; it is given back as it was on every way out."""
+    import termios
+    import tty
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._before: Any = None
-
-    def __enter__(self) -> Self:
-        import termios
-        import tty
-
-        self._before = termios.tcgetattr(0)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.default_int_handler)
+    before = termios.tcgetattr(0)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
         tty.setcbreak(0)
         ways = termios.tcgetattr(0)
         ways[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell this screen
         termios.tcsetattr(0, termios.TCSANOW, ways)
         write_all(1, b"\x1b[?1049h\x1b[?25l")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        import termios
-
+        yield
+    finally:
         with contextlib.suppress(OSError):
             write_all(1, b"\x1b[?25h\x1b[?1049l")
         with contextlib.suppress(termios.error):
-            termios.tcsetattr(0, termios.TCSADRAIN, self._before)
+            termios.tcsetattr(0, termios.TCSADRAIN, before)
 
-    def show(self, lines: list[str], encoding: str) -> bool:
-        """Draw lines and wait until they are to be drawn anew; False if it is to end.
 
-        They are drawn anew each second, and at once if the terminal has another size.
-        """
-        import select
+def show(host: Host, lines: list[str], encoding: str) -> bool:
+    """Draw lines and wait until they are to be drawn anew; False if it is to end.
 
-        size, until = self._host.terminal_size(1), self._host.monotonic() + DRAW_EVERY_S
-        text = "\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J"
-        try:
-            write_all(1, text.encode(encoding, "replace"))
-            while self._host.monotonic() < until and size == self._host.terminal_size(1):
-                if select.select([0], [], [], LOOK_EVERY_S)[0]:
-                    return bool(typed := os.read(0, 100)) and b"q" not in typed.lower()
-        except OSError:  # the terminal is gone
-            return False
-        return True
+    They are drawn anew each second, and at once if the terminal has another size.
+    """
+    import select
+
+    size, until = host.terminal_size(1), host.monotonic() + DRAW_EVERY_S
+    text = "\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J"
+    try:
+        write_all(1, text.encode(encoding, "replace"))
+        while host.monotonic() < until and size == host.terminal_size(1):
+            if select.select([0], [], [], LOOK_EVERY_S)[0]:
+                return bool(typed := os.read(0, 100)) and b"q" not in typed.lower()
+    except OSError:  # the terminal is gone
+        return False
+    return True
 
 
 def watch_status(app: App, name: str | None) -> ExitCode:
@@ -16760,8 +16727,8 @@ def watch_status(app: App, name: str | None) -> ExitCode:
     encoding = sys.stdout.encoding or "ascii"
     bars = PLAIN_BARS if "█".encode(encoding, "ignore") == b"" else BARS
     status_of(app, name)  # what is wrong is told before the screen is taken
-    with contextlib.suppress(KeyboardInterrupt), Screen(app.host) as screen:
-        while screen.show(live_view(app, name, bars), encoding):
+    with contextlib.suppress(KeyboardInterrupt), whole_screen():
+        while show(app.host, live_view(app, name, bars), encoding):
             pass
     return ExitCode.DONE
 
@@ -17016,12 +16983,18 @@ def maintenance_off_command(app: App, *, force: bool) -> Result:
         closed = app.state.maintenance.find() is not None
         findings = rehearsal(app.config, app.state, ledger, {}) if closed else []
         if findings and not force:
-            document = {"findings": as_documents(findings)}
-            return Result(render_closed(findings), document, found=True)
+            said = [line for finding in findings for line in (finding.what, finding.why) if line]
+            document = {"findings": [finding._asdict() for finding in findings]}
+            return Result("\n".join([*said, STAYS_ON]), document, found=True)
         overridden = "; ".join(finding.what for finding in findings)
         why = f"by --force, although: {overridden}" if findings else "switched off"
         document = summarise_barrier(ledger, app.state.maintenance.end(ledger, app.who, why))
     return Result(render_barrier(document), document)
+
+
+STAYS_ON = """Maintenance stays on: nothing was changed, and nothing starts. Type one of:
+  batchrun maintenance off           once it is mended (converter, old file, setting)
+  batchrun maintenance off --force   to open it all the same, which is recorded"""
 
 
 @command(exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND])
@@ -17112,7 +17085,7 @@ def rehearse_command(app: App, *, as_version: tuple[str, ...]) -> Result:
         findings = rehearsal(app.config, app.state, ledger, versions)
     said = [line for found in findings for line in (found.what, found.why, found.todo) if line]
     text = "\n".join(said) or f"all of {count} unfinished runs could go on"
-    document = {"runs": count, "findings": as_documents(findings)}
+    document = {"runs": count, "findings": [finding._asdict() for finding in findings]}
     return Result(text, document, found=bool(findings))
 
 
@@ -17236,7 +17209,7 @@ def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) 
     word("run", required=False),
     word("--lookup", is_flag=True, help="Ask the destinations by the jobs' own lookups."),
     word("--confirm", multiple=True, metavar="KEY", help="It was done."),
-    word("--receipt", default="", metavar="JSON", help="What the destination gave for it."),
+    word("--receipt", type=compact_json, metavar="JSON", help="What the destination gave for it."),
     word("--absent", multiple=True, metavar="KEY", help="It was not done, and may be called."),
     word("--why", default="", metavar="TEXT", help="How you know, kept with the answer."),
     word("--by", default="", metavar="WHO", help="Who decided, if it is not you."),
@@ -17247,7 +17220,10 @@ def reconcile_command(
     app: App, *, run: str | None, lookup: bool, applies: bool, **said: Any
 ) -> Ended:
     """List operations of unknown outcome, and answer what became of them."""
-    told = told_by(app.who, **said)
+    if (said["confirm"] or said["absent"]) and not said["why"].strip():
+        raise half_answer("An answer needs --why.")
+    who = said["by"] or app.who
+    told = Told(0, None, said["receipt"], mask_secrets(who), mask_secrets(said["why"]))
     app.console.tells = not app.console.quiet
     with app.ledger(write=applies) as ledger:
         reconciler = Reconciler(app.config, ledger, app.host, app.console.say)
@@ -17256,19 +17232,6 @@ def reconcile_command(
         rows = by_person(reconciler.unknown(found), keys_of, told, of_run=found is not None)
         rows = reconciler.settled(rows, app.who, lookup=lookup, applies=applies)
         return result_of_answers(app, ledger, rows, applies=applies)
-
-
-def told_by(
-    user: str, *, confirm: Sequence[str], absent: Sequence[str], receipt: str, why: str, by: str
-) -> Told:
-    """Return what a person says, without saying of which operation; refuse half of an answer."""
-    if (confirm or absent) and not why.strip():
-        raise half_answer("An answer needs --why.")
-    try:
-        given = _compact(json.loads(receipt)) if receipt else None
-    except ValueError as error:
-        raise half_answer("--receipt is not JSON.") from error
-    return Told(0, None, given, mask_secrets(by or user), mask_secrets(why))
 
 
 def result_of_answers(app: App, ledger: Ledger, rows: list[Answered], *, applies: bool) -> Result:
@@ -17306,8 +17269,9 @@ def check_command(app: App) -> Result:
         for store in app.state.stores():
             require_witnesses_known(ledger, store)
         notes = known_losses(ledger)
-    text = "\n".join([render_findings(findings) or "ledger and checkpoints agree", *notes])
-    document = {"findings": as_documents(findings), "notes": notes}
+    said = [f"{f.what}\n  {f.why}\n  to type: {f.todo}" for f in findings]
+    text = "\n".join([*(said or ["ledger and checkpoints agree"]), *notes])
+    document = {"findings": [finding._asdict() for finding in findings], "notes": notes}
     return Result(text, document, found=bool(findings))
 
 
@@ -17436,7 +17400,10 @@ def rollback_command(
         if not begun:
             document["bytes"] = look_at_rollback(app.config, app.state, ledger, rollback)
     if dry_run:
-        return result_of_rollback(document)
+        undone, to = document["run"], document["to_batch"]
+        first = f"a rollback of run {undone} to batch {to} would do this; nothing was written"
+        todo = f"to do it: batchrun rollback {undone}" + f" --to-batch {to}" * bool(to)
+        return Result("\n".join([first, *render_rollback(document), todo]), document)
     how = {"only_resume": True} if begun else {"overrides": found.overrides, "rollback": rollback}
     return app.supervise(launch._replace(job=found.job, by_person=True, **how)).exit_code
 
@@ -17453,14 +17420,6 @@ def rollback_of(ledger: Ledger, run: Run, to_batch: int | None, why: str) -> tup
             todo=f"To go on with that: batchrun resume {begun.id}",
         )
     return ledger.rollback_by(begun), True
-
-
-def result_of_rollback(document: dict[str, Any]) -> Result:
-    """Return what a rollback would do."""
-    run, to = document["run"], document["to_batch"]
-    lines = [f"a rollback of run {run} to batch {to} would do this; nothing was written"]
-    todo = f"to do it: batchrun rollback {run}" + f" --to-batch {to}" * bool(to)
-    return Result("\n".join([*lines, *render_rollback(document), todo]), document)
 
 
 # -- set up --------------------------------------------------------------------------------------
@@ -17644,7 +17603,8 @@ def unit_command(app: App, *, job: str | None, install: bool, force: bool, **ask
     own = install and os.geteuid() != 0
     timed = timed_by(app, job, asked | {"install": install, "force": force}, own=own)
     if asked["cron"]:
-        line = render_cron(timed)
+        fields = timed.when(1) if timed.every else "*/5 * * * *"
+        line = f"{fields}  {_typed(*timed.words)}".replace("%", "\\%")  # a plain one ends the line
         return Result(line, {"line": line})
     marker = f"{UNIT_MARK}`unit {job or '--tick'}` of {app.config.path}"
     files = render_units(timed, marker).items()
@@ -17857,15 +17817,20 @@ def run_command_line(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     except click.ClickException as error:
-        where = getattr(error, "ctx", None)
-        see = f"See: {where.command_path} --help" if where and "\n" not in str(error) else ""
-        letter: BatchrunError = ConfigurationError(error.format_message(), todo=see)
+        letter: BatchrunError = refused_by_click(error)
     except BatchrunError as error:
         letter = error
     except OSError as error:
         letter = refused_by_system(error, arguments)
     app.console.letter(str(letter), letter.exit_code)
     return letter.exit_code
+
+
+def refused_by_click(error: Any) -> ConfigurationError:
+    """Return what click refused as a letter."""
+    where = getattr(error, "ctx", None)
+    see = f"See: {where.command_path} --help" if where and "\n" not in str(error) else ""
+    return ConfigurationError(error.format_message(), todo=see)
 
 
 def refused_by_system(error: OSError, arguments: list[str]) -> BatchrunError:

@@ -233,12 +233,58 @@ def tried_once(config: str) -> str:
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Project]:
     """An empty project folder; whatever was started in it is killed afterwards."""
-    folder, outputs = tmp_path / "shop", tmp_path / "outputs"
-    for path in (folder, outputs):
-        path.mkdir(mode=0o700)
-    made = Project(folder, outputs)
+    made = empty_project(tmp_path)
     yield made
     made.kill_all()
+
+
+def empty_project(within: Path) -> Project:
+    """Make the folders of a project, `shop` and `outputs`."""
+    folder, outputs = within / "shop", within / "outputs"
+    for path in (folder, outputs):
+        path.mkdir(mode=0o700)
+    return Project(folder, outputs)
+
+
+TWO_ATTEMPTS = """
+[defaults]
+batch_size = 10
+max_rejects = 5
+max_tries = 2
+retry_for = "1m"
+retry_first_wait = "1ms"
+[jobs.sync]
+"""
+SYNC = """
+from pathlib import Path
+from batchrun import job
+
+def remove(*, name): pass
+
+@job
+def sync(ctx):
+    BEGIN
+    for batch in ctx.batches(list(range(1, 51))):
+        if 33 in batch.records:
+            batch.reject(33, REASON)
+            if not Path("failed").exists():
+                Path("failed").touch()
+                raise ValueError(ERROR)
+        yield batch
+"""
+
+
+def run_in_two_attempts(within: Path, *begin: str, reason: str, error: str) -> tuple[Project, int]:
+    """Run a job over fifty records to its end: record 33 is rejected, and its batch fails once.
+
+    Returns the project, and the exit code.
+    """
+    made = empty_project(within)
+    text = SYNC.replace("BEGIN", "\n    ".join(begin))
+    made.write(
+        TWO_ATTEMPTS, sync=text.replace("REASON", repr(reason)).replace("ERROR", repr(error))
+    )
+    return made, made.run("run", "sync").code
 
 
 # --- the outside ----------------------------------------------------------------------------------

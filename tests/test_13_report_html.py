@@ -13,38 +13,11 @@ from typing import Any
 
 import apsw
 import pytest
-from conftest import Ended, Project
+from conftest import Ended, Project, run_in_two_attempts
 
 import batchrun
 from batchrun import Host, Ledger, Sheet, open_ledger
 
-CONFIG = """\
-[defaults]
-batch_size = 10
-max_rejects = 5
-max_tries = 2
-retry_for = "1m"
-retry_first_wait = "1ms"
-[jobs.sync]
-"""
-# Fifty records; record 33 is rejected, and the first try of its batch fails.
-JOB = """\
-from pathlib import Path
-from batchrun import job
-
-def remove(*, name): pass
-
-@job
-def sync(ctx):
-    ctx.cleanup(remove, name="<i>scratch</i>")
-    for batch in ctx.batches(list(range(1, 51))):
-        if 33 in batch.records:
-            batch.reject(33, "<script>alert(1)</script> & | `x` password=hunter2")
-            if not Path("failed").exists():
-                Path("failed").touch()
-                raise ValueError("<img src=x onerror=alert(1)> https://joe:s3cr3t@example.org")
-        yield batch
-"""
 SECTIONS = [
     *("Over time", "Attempts", "Operations", "Rejects", "Releases, last in, first out"),
     *("Recorded cleanups", "Events"),
@@ -85,12 +58,13 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A project with a finished run of two attempts."""
-    folder = tmp_path_factory.mktemp("report")
-    for name in ("shop", "outputs"):
-        (folder / name).mkdir(mode=0o700)
-    project = Project(folder / "shop", folder / "outputs")
-    project.write(CONFIG, sync=JOB)
-    assert project.run("run", "sync").code == 10
+    project, code = run_in_two_attempts(
+        tmp_path_factory.mktemp("report"),
+        'ctx.cleanup(remove, name="<i>scratch</i>")',
+        reason="<script>alert(1)</script> & | `x` password=hunter2",
+        error="<img src=x onerror=alert(1)> https://joe:s3cr3t@example.org",
+    )
+    assert code == 10
     return project
 
 
@@ -174,7 +148,8 @@ def test_an_attempt_that_failed_and_the_gap_after_it_are_marked(text: str) -> No
 
 
 def test_a_run_that_stopped_says_what_to_type_from_anywhere(project: Project) -> None:
-    project.write(CONFIG, sync=JOB)
+    job = "from batchrun import job\n@job\ndef sync(ctx):\n    yield from ctx.batches(range(50))\n"
+    project.write("[jobs.sync]\nbatch_size = 10\n", sync=job)
     assert project.run("run", "sync", "--batches", "1").code == 75
     config = str(project.folder / "batchrun.toml")
     page = project.outputs / "a.html"

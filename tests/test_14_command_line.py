@@ -86,14 +86,17 @@ def everything_in(folder: Path) -> dict[str, tuple[int, int, int]]:
 # --- where words go -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_what_is_said_shows_no_secret(*, as_json: bool, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("as_lines", [False, True])
+def test_what_is_said_shows_no_secret_and_no_control_character(
+    *, as_lines: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     console = batchrun.Console(batchrun.Host())
-    console.as_lines, console.tells = as_json, True
-    console.say("asked https://joe:hunter22@example.org")
+    console.as_lines, console.tells = as_lines, True
+    console.say("asked \x1b[31mhttps://joe:hunter22@example.org")
     out, err = capfd.readouterr()
-    assert "joe:***@example.org" in (out if as_json else err)
+    assert "joe:***@example.org" in (out if as_lines else err)
     assert "hunter22" not in out + err
+    assert "\x1b" not in out + err
 
 
 def test_a_run_that_nobody_watches_says_nothing_when_all_is_well(shop: Project) -> None:

@@ -421,6 +421,7 @@ def test_a_cleanup_that_failed_is_tried_again_and_the_job_goes_on_meanwhile(shop
     status = shop.run("status", "sync")
     assert status.code == 3
     assert status.out.endswith(f"{what}: OSError: E2\n{todo}")
+    assert re.search(r"\n  cleanups +\d+ done, 1 PENDING\n", status.out)
     report = shop.run("report", "sync").out
     assert re.search(
         r"\n5 +sync:drop\(table='scratch_2'\) +PENDING +\S+ m?s +OSError: E2\n", report

@@ -244,6 +244,16 @@ def test_maintenance_as_json(shop: Project, crowd: Crowd) -> None:
     assert not lockfile(shop).exists()
 
 
+def test_maintenance_that_was_ended_by_hand_has_no_barrier(shop: Project, crowd: Crowd) -> None:
+    assert crowd.run("maintenance on") == 0
+    assert crowd.run("run sync") == 12
+    lockfile(shop).unlink()
+    assert crowd.run("--json maintenance status") == 0
+    said = json.loads(crowd.said())
+    assert (said["maintenance"], said["barrier"]) == (None, None)
+    assert said["turned_away"] == [{"done": "refused", "job": "sync", "starts": 1}]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -18,7 +18,9 @@ from batchrun import (
     ORPHAN_GRACE_S,
     App,
     ConfigurationError,
+    Timed,
     load_config,
+    sandbox_of,
     unit_command,
     unit_word,
 )
@@ -168,6 +170,13 @@ def test_a_stop_takes_no_longer_than_its_unit_allows(project: Project) -> None:
     job = load_config(project.folder / "batchrun.toml").jobs["sync"]
     killed_s = min(job.stop_grace_s, KILL_AFTER_INTERRUPT_S) + 2 * ORPHAN_GRACE_S
     assert job.longest_stop_s == job.stop_grace_s + job.cleanup_timeout_s + killed_s
+
+
+@pytest.mark.parametrize("folder", ["/srv", *batchrun.VOLATILE_FOLDERS])
+def test_a_unit_has_a_tmp_of_its_own_unless_its_job_writes_to_such_a_folder(folder: str) -> None:
+    writes = [Path("/etc/shop"), Path(folder) / "shop"]
+    timed = Timed("batchrun-shop", ["batchrun"], "shop", writes, 90.0, "", "daily", "")
+    assert ("PrivateTmp=yes" in sandbox_of(timed).split()) == (folder == "/srv")
 
 
 def test_install_writes_where_systemd_looks_and_only_over_its_own(

@@ -11,7 +11,7 @@ from typing import Any
 
 import apsw
 import pytest
-from conftest import ROOT, Project
+from conftest import ROOT, run_in_two_attempts
 
 import batchrun
 from batchrun import Host, open_ledger
@@ -19,44 +19,14 @@ from batchrun import Host, open_ledger
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 VIEWS = re.findall(r"CREATE VIEW (\w+)", batchrun.VIEWS)
 
-CONFIG = """\
-[defaults]
-batch_size = 10
-max_rejects = 5
-max_tries = 2
-retry_for = "1m"
-retry_first_wait = "1ms"
-[jobs.sync]
-"""
-# Fifty records; record 33 is rejected, and the first try of its batch fails.
-JOB = """\
-from pathlib import Path
-from batchrun import job
-
-@job
-def sync(ctx):
-    ctx.on_exit(print, "gone")
-    ctx.on_exit(lambda: 1 / 0)
-    for batch in ctx.batches(list(range(1, 51))):
-        if 33 in batch.records:
-            batch.reject(33, "odd")
-            if not Path("failed").exists():
-                Path("failed").touch()
-                raise ValueError("not yet")
-        yield batch
-"""
-
 
 @pytest.fixture(scope="module")
 def ledger_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The ledger of a run of two attempts, at rest."""
+    begin = ('ctx.on_exit(print, "gone")', "ctx.on_exit(lambda: 1 / 0)")
     folder = tmp_path_factory.mktemp("views")
-    for name in ("shop", "outputs"):
-        (folder / name).mkdir(mode=0o700)
-    project = Project(folder / "shop", folder / "outputs")
-    project.write(CONFIG, sync=JOB)
-    ended = project.run("run", "sync")
-    assert ended.code == 3, ended.err  # one of its releases fails
+    project, code = run_in_two_attempts(folder, *begin, reason="odd", error="not yet")
+    assert code == 3  # one of its releases fails
     return project.state / "ledger.db"
 
 
