@@ -29,6 +29,12 @@ def completed(project: Project, *words: str, shell: str = "bash", **more: str) -
     return told.out.split()
 
 
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_a_line_that_is_completed_is_not_answered_yet(project: Project, option: str) -> None:
+    write_job(project)
+    assert completed(project, option, "stat") == ["plain,status"]
+
+
 def test_names_of_commands_jobs_and_runs_are_completed(project: Project) -> None:
     write_job(project)
     config = str(project.folder / "batchrun.toml")
