@@ -1033,6 +1033,22 @@ class Host:
         no_inode = room.f_files > 0 and room.f_favail == 0  # btrfs has no number of them
         return 0 if no_inode else room.f_bavail * room.f_frsize
 
+    def can_map(self, folder: Path, size_bytes: int) -> bool:
+        """Tell whether a file of that size there could be written to by a map of it.
+
+        Where blocks are smaller than a page, a file that SQLite has made for its map has holes, and
+        a process that writes to one is killed (SIGBUS) if no block is free. What statvfs calls free
+        is not all to be had: only trying tells.
+        """
+        if os.statvfs(folder).f_frsize >= os.sysconf("SC_PAGESIZE"):
+            return True
+        try:
+            file = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+            with os.fdopen(file, "wb", buffering=0) as tried:
+                return tried.write(bytes(size_bytes)) == size_bytes
+        except OSError as error:
+            return error.errno not in (errno.ENOSPC, errno.EDQUOT)
+
     def is_synchronised(self) -> bool:
         """Tell whether the kernel believes that its clock is right (adjtimex)."""
         import ctypes
@@ -5785,7 +5801,10 @@ def open_ledger(
             raise NotFound(f"There is no ledger at {path}.", todo="Type: batchrun run JOB")
         create_ledger(path, host, os.urandom(16).hex())
     try:
-        if write or path.stat().st_uid == os.geteuid():
+        has_room = host.can_map(path.parent, 2 * LOG_MAP_BYTES)
+        if write and not has_room:
+            raise apsw.FullError("there is no room to map its log")
+        if write or (has_room and path.stat().st_uid == os.geteuid()):
             with contextlib.suppress(*(() if write else NO_ROOM_TO_WRITE)):
                 return _open_known(path, host, str(path), apsw.SQLITE_OPEN_READWRITE, write=write)
         return _open_known(path, host, uri_to_read(path), READ_ONLY, write=False)
@@ -5793,6 +5812,7 @@ def open_ledger(
         raise ledger_letter(error, path, host) from error
 
 
+LOG_MAP_BYTES = 32_768  # by which SQLite's map of the log grows
 READ_ONLY = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
 NO_ROOM_TO_WRITE = (apsw.CantOpenError, apsw.IOError, apsw.FullError, apsw.ReadOnlyError)
 

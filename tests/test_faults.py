@@ -1191,6 +1191,31 @@ def test_a_full_disk_is_called_that_and_all_goes_on_when_there_is_room(
     assert was_full >= 2
 
 
+@needs_ext4
+def test_a_ledger_is_read_where_blocks_smaller_than_a_page_run_out(
+    tmp_path: Path, mounted_quick: Quick
+) -> None:
+    place = Disk(tmp_path, "ext4", 16 * 2**20).place  # so small that a block has 1,024 bytes
+    assert os.statvfs(place).f_frsize == 1_024
+    disk = place / "d"
+    disk.mkdir(mode=0o700)
+    shop = Shop(tmp_path / "shop", mounted_quick, disk, records=200)
+    assert shop.run(*RUN).code == 0
+    with (place / "ballast").open("wb", buffering=0) as ballast:
+        for room_bytes in range(0, 20_480, 2_048):
+            with contextlib.suppress(OSError):
+                while True:
+                    ballast.write(bytes(1_024))
+            ballast.truncate(ballast.tell() - room_bytes)
+            ballast.seek(0, os.SEEK_END)
+            os.fsync(ballast)
+            seen = shop.run("status", "count")
+            assert (seen.code, "succeeded" in seen.out) == (0, True), (room_bytes, seen)
+            refused = shop.run("cancel", "count")
+            assert refused.code == 5, (room_bytes, refused)
+            assert "Disk full: the ledger" in refused.err
+
+
 @needs_mounts
 def test_a_disk_without_inodes_is_called_full_and_all_goes_on_when_there_are_some(
     tmp_path: Path, mounted_quick: Quick

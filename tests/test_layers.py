@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
     "Vocabulary": 605,
-    "Host": 840,
+    "Host": 855,
     "Configuration": 1_265,
     "Checkpoints": 515,
     "Ledger": 2_650,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 1_725,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 17_883  # must stay under
+LINES_IN_ALL = 17_903  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
