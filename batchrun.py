@@ -9278,10 +9278,10 @@ class Query:
         self._names = (key,) if isinstance(key, str) else tuple(key)
         self._columns = ['s."{}"'.format(name.replace('"', '""')) for name in self._names]
         self._key_columns = ", ".join(self._columns)
-        self._take: Callable[[Any], Any] | None = None  # the key from a row, once one was judged
+        self._take: Callable[[Any], Any] | None = None  # the key from a row, once one was met
         self._connection, self._placeholder = connection, placeholder_of(connection) or "?"
         self._select, self._parameters = select.strip().rstrip(";"), tuple(parameters)
-        self._lag_s, self._zone = lag, zone
+        self._lag_s, self._zone, self._is_judged = lag, zone, False  # the first read judges
         self._until: object = None  # what lag= leaves
         self._described: list[str] = []  # the columns of the newest answer that had rows
 
@@ -9295,9 +9295,9 @@ class Query:
 
     def read(self, after: Any, limit: int) -> tuple[list[Any], Any]:
         """Return the next rows and the last one's key; ([], None) at the end."""
-        if self._take is None:
+        if not self._is_judged:
             self._check(after)
-        if self._take is None:
+        if not self._is_judged:
             return [], None  # no row was there
         rows = self._ask("s.*", f"ORDER BY {self._key_columns} LIMIT {limit}", behind=after)
         if not rows:
@@ -9337,7 +9337,7 @@ class Query:
             if self._lag_s is not None:
                 self._until = self._newest(sample[0], self._lag_s)
             self._refuse_ties(after)
-            self._take = take
+            self._take, self._is_judged = take, True
 
     def _taker(self, row: Any) -> Callable[[Any], Any]:
         """Return what takes the key from rows like this one: by name, else by place."""
