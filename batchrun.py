@@ -6472,17 +6472,17 @@ class StateDirectory:
 # frozen server's kernel does: http:, redis: and databases are asked for an answer and do not have
 # that blind spot.
 #
-# A leak is a gauge that rose over the last 12, 24 or 48 safe points of an attempt: by more than
-# chance gives to one that goes up and down as it does (noise, saw teeth and one step are not), as
-# fast at the end as before (warming up is not), above what it was ever before, and by an amount
+# A leak is a gauge that rose over the last 12, 24, 48, 96 or 192 safe points of an attempt: by more
+# than chance gives to one that goes up and down as it does (noise, saw teeth and one step are not),
+# as fast at the end as before (warming up is not), above what it was ever before, and by an amount
 # that matters. Where each change is up or down by chance, their sum is over x times the root of
 # their squares with a chance below e^(-x*x/2) (Hoeffding): of 100 random walks of 150 batches, all
-# looked at after each, one to four are called a leak. A saw tooth longer than those points looks
-# like a leak the first time, and never again.
+# looked at after each, one to four are called a leak. Ten even steps are one. A saw tooth longer
+# than those points looks like a leak the first time, and never again.
 
 KILL_SHARE = 4  # below a quarter of min_available the kernel's killer is near
 PROBE_START_S = 10.0  # what a busy machine may take to start the probes' process
-LEAK_POINTS = (48, 24, 12)
+LEAK_POINTS = (192, 96, 48, 24, 12)  # with the warm-up fewer than safe_points() gives
 LEAK_WARM_UP = 3
 LEAK_CHANCE = 10  # x*x; twelve points that rise evenly have 11
 LEAK_LEAST = {"rss_bytes": 16_000_000}  # over all points; 4 of any other gauge
