@@ -8495,7 +8495,7 @@ class Loop:
         context = self._context
         if not context._handed_out:
             context._handed_out = True
-            expected = getattr(self._source, "total", lambda: None)()
+            expected = (getattr(self._source, "total", None) or (lambda: None))()
             context._driver.begin_batches(expected, tried)
         context._driver.begin_try(tried)
         context._current = batch = Batch(context, portion, self)
@@ -8950,7 +8950,7 @@ class Context(Generic[S]):
             source = _TakenUp(source, functools.partial(self._driver.taken_up, loop.name))
         if hasattr(source, "last_success_read"):
             source.last_success_read = self._last_success_read
-        loop.fingerprint = now = getattr(source, "fingerprint", lambda: None)()
+        loop.fingerprint = now = (getattr(source, "fingerprint", None) or (lambda: None))()
         if course.loop and course.source != now and "source" not in self._acceptances:
             raise SourceChanged(
                 f"The source of loop {loop.name!r} changed since commit {course.number}.",
