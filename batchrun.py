@@ -133,7 +133,7 @@ if not TYPE_CHECKING:
             rest = cls._fields[len(values) :]
             given = cls._field_defaults | named
             if len(values) > len(cls._fields) or not named.keys() <= set(rest) <= given.keys():
-                raise TypeError(f"{cls.__name__} has the fields {cls._fields}")
+                raise TypeError(f"{cls.__name__} has the fields {cls._fields}; given: {[*named]}")
             return tuple.__new__(cls, (*values, *map(given.get, rest)))
 
         @classmethod

@@ -410,6 +410,11 @@ def test_a_source_around_another_may_hand_on_what_that_one_has_not(shop: Shop) -
     assert shop.rows("SELECT read, expected FROM run") == [(12, None)]
 
 
+def test_a_word_that_job_does_not_know_is_named() -> None:
+    with pytest.raises(TypeError, match="'verson'"):
+        batchrun.job(verson=2)(lambda _: (yield))  # type: ignore[call-overload]
+
+
 def test_a_function_that_never_yields_is_no_job() -> None:
     with pytest.raises(batchrun.JobError) as refusal:
 
