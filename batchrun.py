@@ -3742,7 +3742,7 @@ REFERRED = """SELECT admitted FROM attempt WHERE admitted IS NOT NULL
   UNION SELECT opened FROM barrier UNION SELECT overdue FROM barrier WHERE overdue IS NOT NULL
   UNION SELECT closed FROM barrier WHERE closed IS NOT NULL UNION SELECT max(id) FROM event
   UNION SELECT id FROM event WHERE run IS NULL AND what = 'expected'"""
-# What is of no run that is kept, and was over before a moment.
+# What was over before a moment and is of no run; readings and health checks also of one that stays.
 PRUNE_THE_REST = f"""DELETE FROM reading WHERE at < :before;
 DELETE FROM health_check WHERE at < :before;
 DELETE FROM drain WHERE barrier IN (SELECT id FROM barrier WHERE closed_at < :before);
