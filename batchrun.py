@@ -133,7 +133,7 @@ if not TYPE_CHECKING:
             rest = cls._fields[len(values) :]
             given = cls._field_defaults | named
             if len(values) > len(cls._fields) or not named.keys() <= set(rest) <= given.keys():
-                raise TypeError(f"{cls.__name__} has the fields {cls._fields}")
+                raise TypeError(f"{cls.__name__} has the fields {cls._fields}; given: {[*named]}")
             return tuple.__new__(cls, (*values, *map(given.get, rest)))
 
         @classmethod
@@ -3769,7 +3769,7 @@ REFERRED = """SELECT admitted FROM attempt WHERE admitted IS NOT NULL
   UNION SELECT opened FROM barrier UNION SELECT overdue FROM barrier WHERE overdue IS NOT NULL
   UNION SELECT closed FROM barrier WHERE closed IS NOT NULL UNION SELECT max(id) FROM event
   UNION SELECT id FROM event WHERE run IS NULL AND what = 'expected'"""
-# What is of no run that is kept, and was over before a moment.
+# What was over before a moment and is of no run; readings and health checks also of one that stays.
 PRUNE_THE_REST = f"""DELETE FROM reading WHERE at < :before;
 DELETE FROM health_check WHERE at < :before;
 DELETE FROM drain WHERE barrier IN (SELECT id FROM barrier WHERE closed_at < :before);
@@ -6503,17 +6503,17 @@ class StateDirectory:
 # frozen server's kernel does: http:, redis: and databases are asked for an answer and do not have
 # that blind spot.
 #
-# A leak is a gauge that rose over the last 12, 24 or 48 safe points of an attempt: by more than
-# chance gives to one that goes up and down as it does (noise, saw teeth and one step are not), as
-# fast at the end as before (warming up is not), above what it was ever before, and by an amount
+# A leak is a gauge that rose over the last 12, 24, 48, 96 or 192 safe points of an attempt: by more
+# than chance gives to one that goes up and down as it does (noise, saw teeth and one step are not),
+# as fast at the end as before (warming up is not), above what it was ever before, and by an amount
 # that matters. Where each change is up or down by chance, their sum is over x times the root of
 # their squares with a chance below e^(-x*x/2) (Hoeffding): of 100 random walks of 150 batches, all
-# looked at after each, one to four are called a leak. A saw tooth longer than those points looks
-# like a leak the first time, and never again.
+# looked at after each, one to four are called a leak. Ten even steps are one. A saw tooth longer
+# than those points looks like a leak the first time, and never again.
 
 KILL_SHARE = 4  # below a quarter of min_available the kernel's killer is near
 PROBE_START_S = 10.0  # what a busy machine may take to start the probes' process
-LEAK_POINTS = (48, 24, 12)
+LEAK_POINTS = (192, 96, 48, 24, 12)  # with the warm-up fewer than safe_points() gives
 LEAK_WARM_UP = 3
 LEAK_CHANCE = 10  # x*x; twelve points that rise evenly have 11
 LEAK_LEAST = {"rss_bytes": 16_000_000}  # over all points; 4 of any other gauge
@@ -8533,7 +8533,7 @@ class Loop:
         context = self._context
         if not context._handed_out:
             context._handed_out = True
-            expected = getattr(self._source, "total", lambda: None)()
+            expected = (getattr(self._source, "total", None) or (lambda: None))()
             context._driver.begin_batches(expected, tried)
         context._driver.begin_try(tried)
         context._current = batch = Batch(context, portion, self)
@@ -8988,7 +8988,7 @@ class Context(Generic[S]):
             source = _TakenUp(source, functools.partial(self._driver.taken_up, loop.name))
         if hasattr(source, "last_success_read"):
             source.last_success_read = self._last_success_read
-        loop.fingerprint = now = getattr(source, "fingerprint", lambda: None)()
+        loop.fingerprint = now = (getattr(source, "fingerprint", None) or (lambda: None))()
         if course.loop and course.source != now and "source" not in self._acceptances:
             raise SourceChanged(
                 f"The source of loop {loop.name!r} changed since commit {course.number}.",
@@ -9316,10 +9316,10 @@ class Query:
         self._names = (key,) if isinstance(key, str) else tuple(key)
         self._columns = ['s."{}"'.format(name.replace('"', '""')) for name in self._names]
         self._key_columns = ", ".join(self._columns)
-        self._take: Callable[[Any], Any] | None = None  # the key from a row, once one was judged
+        self._take: Callable[[Any], Any] | None = None  # the key from a row, once one was met
         self._connection, self._placeholder = connection, placeholder_of(connection) or "?"
         self._select, self._parameters = select.strip().rstrip(";"), tuple(parameters)
-        self._lag_s, self._zone = lag, zone
+        self._lag_s, self._zone, self._is_judged = lag, zone, False  # the first read judges
         self._until: object = None  # what lag= leaves
         self._described: list[str] = []  # the columns of the newest answer that had rows
 
@@ -9333,9 +9333,9 @@ class Query:
 
     def read(self, after: Any, limit: int) -> tuple[list[Any], Any]:
         """Return the next rows and the last one's key; ([], None) at the end."""
-        if self._take is None:
+        if not self._is_judged:
             self._check(after)
-        if self._take is None:
+        if not self._is_judged:
             return [], None  # no row was there
         rows = self._ask("s.*", f"ORDER BY {self._key_columns} LIMIT {limit}", behind=after)
         if not rows:
@@ -9375,7 +9375,7 @@ class Query:
             if self._lag_s is not None:
                 self._until = self._newest(sample[0], self._lag_s)
             self._refuse_ties(after)
-            self._take = take
+            self._take, self._is_judged = take, True
 
     def _taker(self, row: Any) -> Callable[[Any], Any]:
         """Return what takes the key from rows like this one: by name, else by place."""

@@ -385,6 +385,36 @@ def test_two_loops_or_steps_of_one_name_are_refused(shop: Shop, second: str) -> 
     )
 
 
+def test_a_source_around_another_may_hand_on_what_that_one_has_not(shop: Shop) -> None:
+    shop.write_file(
+        """
+        from batchrun import job
+
+        class Around:
+            def __init__(self, source):
+                self.source, self.key = source, source.index
+                self.total = getattr(source, "total", None)
+                self.fingerprint = getattr(source, "fingerprint", None)
+
+            def read(self, after, limit):
+                begin = 0 if after is None else after + 1
+                return [*self.source[begin : begin + limit]]
+
+        @job
+        def sync(ctx):
+            for batch in ctx.batches(Around(range(12))):
+                yield batch
+        """
+    )
+    assert shop.run().code == 0
+    assert shop.rows("SELECT read, expected FROM run") == [(12, None)]
+
+
+def test_a_word_that_job_does_not_know_is_named() -> None:
+    with pytest.raises(TypeError, match="'verson'"):
+        batchrun.job(verson=2)(lambda _: (yield))  # type: ignore[call-overload]
+
+
 def test_a_function_that_never_yields_is_no_job() -> None:
     with pytest.raises(batchrun.JobError) as refusal:
 

@@ -208,6 +208,22 @@ def test_null_in_a_key_is_refused(database: Any) -> None:
         Query(database, "SELECT * FROM stock", key="sku").read(None, 5)
 
 
+def test_a_query_that_was_asked_for_a_key_first_is_judged_like_any(database: Any) -> None:
+    """A retry asks for the keys of rejects and reads no row; who reads after that loses none."""
+    then, now = "2020-01-01 00:00:00", "2999-01-01 00:00:00"
+    rows = [(then, 1), (None, 2), (now, 3)]
+    fill(database, "CREATE TABLE stock (t, id)", rows)
+    query = Query(database, "SELECT * FROM stock", key="t")
+    assert query.key(rows[0]) == then
+    with pytest.raises(JobError, match=r"The key \(t\) is NULL in some rows"):
+        query.read(None, 5)
+    select = "SELECT * FROM stock WHERE t IS NOT NULL"
+    late = Query(database, select, key="t", lag=60, zone=UTC)
+    late.host = HostAt()
+    late.key(rows[0])
+    assert late.read(None, 5) == ([rows[0]], then)
+
+
 def test_text_is_read_in_the_order_of_its_own_collation_and_equal_keys_are_refused(
     database: Any,
 ) -> None:
