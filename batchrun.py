@@ -52,18 +52,11 @@ says its rules before the code does.
 
 from __future__ import annotations
 
-import gc
-
-import apsw
-
-# From here to the end of this file no garbage is made, and none is looked for: 12 ms of a start.
-COLLECTS = gc.isenabled()
-gc.disable()
-
 import contextlib
 import errno
 import fcntl
 import functools
+import gc
 import io
 import json
 import os
@@ -98,6 +91,8 @@ from typing import (
     get_type_hints,
     overload,
 )
+
+import apsw
 
 if TYPE_CHECKING:
     import hashlib
@@ -2913,16 +2908,18 @@ def _encoder(**ways: Any) -> Callable[[Any], str]:
     """Return what JSONEncoder(...).encode is, but which makes one C encoder, not one a call."""
     whole = json.JSONEncoder(ensure_ascii=False, allow_nan=False, **ways)
     kinds: Any = json.encoder
-    if (make := getattr(kinds, "c_make_encoder", None)) is None:
-        return whole.encode
     ways_of = (whole.key_separator, whole.item_separator, whole.sort_keys, whole.skipkeys)
-    pieces = make(None, whole.default, kinds.encode_basestring, None, *ways_of, whole.allow_nan)
+    values = (None, whole.default, kinds.encode_basestring, None, *ways_of, whole.allow_nan)
+    try:
+        pieces = kinds.c_make_encoder(*values)
+    except (AttributeError, TypeError):  # it is CPython's own affair, and may be None
+        return whole.encode
 
     def encode(value: Any) -> str:
         try:
             return "".join(pieces(value, 0))
         except RecursionError as error:
-            raise ValueError("Circular reference detected") from error
+            raise ValueError("it is nested too deep, or holds itself") from error
 
     return encode
 
@@ -17871,7 +17868,8 @@ SHORT_COMMAND = 20_000  # objects that a command makes that is over before garba
 
 def main() -> NoReturn:
     """Run the command line and leave by os._exit: a held lock is never given back on the way."""
-    gc.set_threshold(SHORT_COMMAND)
+    if "--in-process" not in sys.argv:  # else jobs make objects here
+        gc.set_threshold(SHORT_COMMAND)
     occupy_standard_descriptors()
     code = int(ExitCode.FAILED)
     named = next((word for word in sys.argv[1:] if word in FIRST_WORDS), "")
@@ -17888,13 +17886,6 @@ def main() -> NoReturn:
                 stream.flush()
         os._exit(code)
 
-
-# What was made is old at once, so that no collection begins with looking through all of it.
-if COLLECTS:
-    if not gc.get_freeze_count():
-        gc.freeze()
-        gc.unfreeze()
-    gc.enable()
 
 if __name__ == "__main__":
     from batchrun import main as imported_main  # jobs import batchrun too: one copy, not two
