@@ -11674,12 +11674,15 @@ def rolled_back_text(ledger: Ledger, run: Run) -> str:
     return "".join(f"rolled back to batch {r.rollback_to} by run {r.id}" for r in undone[-1:])
 
 
+def living(attempt: Attempt | None, host: Host) -> list[ProcessIdentity]:
+    """Return the recorded processes of an attempt that live: supervisor, worker, or one as both."""
+    recorded = dict.fromkeys([attempt.supervisor, attempt.worker] if attempt else [])
+    return [process for process in recorded if process and host.is_alive(process)]
+
+
 def owners_of(run: Run, attempt: Attempt | None, host: Host) -> list[ProcessIdentity]:
-    """Return the living supervisor and worker that own a run, or keep it until it is well."""
-    if attempt is None or not (run.state in OWNED or run.checks_at):
-        return []
-    owners = (attempt.supervisor, attempt.worker)
-    return [process for process in owners if process and host.is_alive(process)]
+    """Return the living processes that own a run, or keep it until it is well."""
+    return living(attempt, host) if run.state in OWNED or run.checks_at else []
 
 
 def stopped_owner(owners: Iterable[ProcessIdentity], host: Host) -> tuple[str, str] | None:
@@ -13815,12 +13818,6 @@ def processes_text(processes: Iterable[ProcessIdentity], host: Host, *, aged: bo
         notes += ["stopped"] * host.is_stopped(process)
         found.append(f"pid {process.pid}" + f" ({', '.join(notes)})" * bool(notes))
     return " and ".join(found) or "a process that has just ended"
-
-
-def living(attempt: Attempt | None, host: Host) -> list[ProcessIdentity]:
-    """Return the recorded processes of an attempt that live: supervisor, worker, or one as both."""
-    recorded = dict.fromkeys([attempt.supervisor, attempt.worker] if attempt else [])
-    return [process for process in recorded if process and host.is_alive(process)]
 
 
 def holders(lock: JobLock, host: Host) -> list[ProcessIdentity]:
