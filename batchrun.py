@@ -17754,7 +17754,8 @@ def answered_at_once(click: Any, name: str, meaning: str, answer: str = "") -> A
 
     def show(context: Any, _: Any, is_given: bool) -> None:  # noqa: FBT001 - as click calls it
         if is_given and not context.resilient_parsing:
-            click.echo(answer or context.get_help(), color=context.color)
+            with contextlib.suppress(BrokenPipeError):  # its reader went away
+                click.echo(answer or context.get_help(), color=context.color)
             context.exit()
 
     option = click.Option([name], is_flag=True, is_eager=True, expose_value=False, help=meaning)
