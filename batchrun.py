@@ -3671,6 +3671,8 @@ MOVE_ON = """UPDATE run SET number = ?3, hash = ?4, checkpoint = ?5,
   read_s = read_s + ?10, work_s = work_s + ?11, own_s = own_s + ?12,
   tried = ?13, tries = 0, size = ?14
   WHERE key = ?1 AND generation = ?2 AND number = ?3 - 1 RETURNING request"""
+# What a source was expected to have may be an estimate; at its end it is known.
+READ_WHOLE = "UPDATE run SET expected = read WHERE key = ?1 AND expected IS NOT NULL"
 # The edge that honours a request clears it; a start outdates a pause, never a cancel. It also takes
 # up a deferred start. From running to reserved it is the same supervisor: nobody started anything.
 # A run that is paused by health is looked after from now on.
@@ -4904,6 +4906,8 @@ class Ledger:
         counts = (run.key, digest, _compact(link["counts"]))
         held = (link.get("remembered", 0), link.get("images"), *map(gauges.get, GAUGES))
         self._sql(ADD_COMMIT, (*counts, *OF_COMMIT(checkpoint), *OF_LINK(link), *held))
+        if checkpoint.kind == "loop":
+            self._sql(READ_WHOLE, (run.key,))
         return cast("str | None", fenced[0])
 
     def stage_rejects(
@@ -15056,15 +15060,8 @@ def render_status(jobs: list[dict[str, Any]], now: str, columns: int = 0) -> str
 
 
 def total_of(run: Mapping[str, Any]) -> int | None:
-    """Return how many records a run has to read, if that is known.
-
-    What it expects may be an estimate: of a source that was read whole it is what was read, and
-    never less than that.
-    """
-    total: int | None = run["expected"] or None
-    if total:
-        total = run["read"] if run["state"] == RunState.SUCCEEDED else max(run["read"], total)
-    return total
+    """Return how many records a run has to read, if that is known; never less than it has read."""
+    return max(run["read"], run["expected"]) if run["expected"] else None
 
 
 def share_text(read: int, total: int | None) -> str:
