@@ -15247,8 +15247,10 @@ def course_text(run: Run, last: BatchRow | None) -> str:
     """Return which loops and steps a run has done, and where it is."""
     if last is None or run.checkpoint is None:
         return ""
-    passed = parse_checkpoint(run.checkpoint)[0].passed
-    done = [f"{kind} {name} done" for kind, name, *_ in passed]
+    done = list[str]()
+    with contextlib.suppress(BrokenCheckpoint):  # `check` tells of that
+        passed = parse_checkpoint(run.checkpoint)[0].passed
+        done += [f"{kind} {name} done" for kind, name, *_ in passed]
     if last.kind == "batch" and not run.finished:
         known = last.last_key not in (None, "null")
         key = f" after key {cut(last.last_key or '', CELL_WIDTH)}" * known
