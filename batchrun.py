@@ -17382,7 +17382,7 @@ def rejects_retry_command(app: App, *, run: str, ids: tuple[int, ...], **asked: 
     word("run"),
     IDS,
     word("--why", required=True, metavar="TEXT", help="Why they may go, for the record."),
-    exits=[ExitCode.NOT_FOUND],
+    exits=[ExitCode.NOT_FOUND, ExitCode.PERSON_NEEDED],
 )
 def rejects_drop_command(app: App, *, run: str, ids: tuple[int, ...], why: str) -> Result:
     """Let rejected records go, for good."""
