@@ -3695,6 +3695,8 @@ MOVE_ON = """UPDATE run SET number = ?3, hash = ?4, checkpoint = ?5,
   read_s = read_s + ?10, work_s = work_s + ?11, own_s = own_s + ?12,
   tried = ?13, tries = 0, size = ?14
   WHERE key = ?1 AND generation = ?2 AND number = ?3 - 1 RETURNING request"""
+# What a source was expected to have may be an estimate; at its end it is known.
+READ_WHOLE = "UPDATE run SET expected = read WHERE key = ?1 AND expected IS NOT NULL"
 # The edge that honours a request clears it; a start outdates a pause, never a cancel. It also takes
 # up a deferred start. From running to reserved it is the same supervisor: nobody started anything.
 # A run that is paused by health is looked after from now on.
@@ -4928,6 +4930,8 @@ class Ledger:
         counts = (run.key, digest, _compact(link["counts"]))
         held = (link.get("remembered", 0), link.get("images"), *map(gauges.get, GAUGES))
         self._sql(ADD_COMMIT, (*counts, *OF_COMMIT(checkpoint), *OF_LINK(link), *held))
+        if checkpoint.kind == "loop":
+            self._sql(READ_WHOLE, (run.key,))
         return cast("str | None", fenced[0])
 
     def stage_rejects(
@@ -11709,12 +11713,15 @@ def rolled_back_text(ledger: Ledger, run: Run) -> str:
     return "".join(f"rolled back to batch {r.rollback_to} by run {r.id}" for r in undone[-1:])
 
 
+def living(attempt: Attempt | None, host: Host) -> list[ProcessIdentity]:
+    """Return the recorded processes of an attempt that live: supervisor, worker, or one as both."""
+    recorded = dict.fromkeys([attempt.supervisor, attempt.worker] if attempt else [])
+    return [process for process in recorded if process and host.is_alive(process)]
+
+
 def owners_of(run: Run, attempt: Attempt | None, host: Host) -> list[ProcessIdentity]:
-    """Return the living supervisor and worker that own a run, or keep it until it is well."""
-    if attempt is None or not (run.state in OWNED or run.checks_at):
-        return []
-    owners = (attempt.supervisor, attempt.worker)
-    return [process for process in owners if process and host.is_alive(process)]
+    """Return the living processes that own a run, or keep it until it is well."""
+    return living(attempt, host) if run.state in OWNED or run.checks_at else []
 
 
 def stopped_owner(owners: Iterable[ProcessIdentity], host: Host) -> tuple[str, str] | None:
@@ -13852,12 +13859,6 @@ def processes_text(processes: Iterable[ProcessIdentity], host: Host, *, aged: bo
     return " and ".join(found) or "a process that has just ended"
 
 
-def living(attempt: Attempt | None, host: Host) -> list[ProcessIdentity]:
-    """Return the recorded processes of an attempt that live: supervisor, worker, or one as both."""
-    recorded = dict.fromkeys([attempt.supervisor, attempt.worker] if attempt else [])
-    return [process for process in recorded if process and host.is_alive(process)]
-
-
 def holders(lock: JobLock, host: Host) -> list[ProcessIdentity]:
     """Return the processes that keep a lock's file open; none if nobody made it."""
     try:
@@ -15073,15 +15074,8 @@ def render_status(jobs: list[dict[str, Any]], now: str, columns: int = 0) -> str
 
 
 def total_of(run: Mapping[str, Any]) -> int | None:
-    """Return how many records a run has to read, if that is known.
-
-    What it expects may be an estimate: of a source that was read whole it is what was read, and
-    never less than that.
-    """
-    total: int | None = run["expected"] or None
-    if total:
-        total = run["read"] if run["state"] == RunState.SUCCEEDED else max(run["read"], total)
-    return total
+    """Return how many records a run has to read, if that is known; never less than it has read."""
+    return max(run["read"], run["expected"]) if run["expected"] else None
 
 
 def share_text(read: int, total: int | None) -> str:
@@ -15264,8 +15258,10 @@ def course_text(run: Run, last: BatchRow | None) -> str:
     """Return which loops and steps a run has done, and where it is."""
     if last is None or run.checkpoint is None:
         return ""
-    passed = parse_checkpoint(run.checkpoint)[0].passed
-    done = [f"{kind} {name} done" for kind, name, *_ in passed]
+    done = list[str]()
+    with contextlib.suppress(BrokenCheckpoint):  # `check` tells of that
+        passed = parse_checkpoint(run.checkpoint)[0].passed
+        done += [f"{kind} {name} done" for kind, name, *_ in passed]
     if last.kind == "batch" and not run.finished:
         known = last.last_key not in (None, "null")
         key = f" after key {cut(last.last_key or '', CELL_WIDTH)}" * known
@@ -17385,7 +17381,7 @@ def rejects_retry_command(app: App, *, run: str, ids: tuple[int, ...], **asked: 
     word("run"),
     IDS,
     word("--why", required=True, metavar="TEXT", help="Why they may go, for the record."),
-    exits=[ExitCode.NOT_FOUND],
+    exits=[ExitCode.NOT_FOUND, ExitCode.PERSON_NEEDED],
 )
 def rejects_drop_command(app: App, *, run: str, ids: tuple[int, ...], why: str) -> Result:
     """Let rejected records go, for good."""
@@ -17752,7 +17748,8 @@ def answered_at_once(click: Any, name: str, meaning: str, answer: str = "") -> A
 
     def show(context: Any, _: Any, is_given: bool) -> None:  # noqa: FBT001 - as click calls it
         if is_given and not context.resilient_parsing:
-            click.echo(answer or context.get_help(), color=context.color)
+            with contextlib.suppress(BrokenPipeError):  # its reader went away
+                click.echo(answer or context.get_help(), color=context.color)
             context.exit()
 
     option = click.Option([name], is_flag=True, is_eager=True, expose_value=False, help=meaning)

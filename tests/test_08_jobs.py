@@ -535,6 +535,41 @@ def test_finishing_early_on_purpose_is_no_mistake(shop: Shop) -> None:
     assert said == [("the job finished by itself: enough is on the shelf",)]
 
 
+ESTIMATED = """
+    class Shelf:
+        def total(self):
+            return ESTIMATE
+
+        def read(self, after, limit):
+            return list(range((after or 0) + 1, min((after or 0) + limit, 20) + 1))
+
+        def key(self, record):
+            return record
+
+    for batch in ctx.batches(Shelf(), size=10):
+        yield batch
+"""
+
+
+@pytest.mark.parametrize("estimate", [19, 21])
+def test_a_source_that_was_read_whole_has_what_was_read_and_not_what_was_estimated(
+    shop: Shop, estimate: int
+) -> None:
+    shop.write(ESTIMATED.replace("ESTIMATE", str(estimate)))
+    assert shop.run("--batches", "1").code == 75
+    assert shop.rows("SELECT read, expected FROM run") == [(10, estimate)]
+    assert shop.run().code == 0
+    assert shop.rows("SELECT read, expected FROM run") == [(20, 20)]
+
+
+def test_a_source_that_was_left_early_on_purpose_has_what_it_was_said_to_have(shop: Shop) -> None:
+    ends = "        ctx.finish('enough')\n        return\n"
+    shop.write(ESTIMATED.replace("ESTIMATE", "20") + ends)
+    assert shop.run().code == 0
+    assert shop.rows("SELECT read, expected FROM run") == [(10, 20)]
+    assert re.search(r"records read +10 of 20$", shop.call("report", "sync").out, re.MULTILINE)
+
+
 def test_rejecting_from_a_batch_that_was_yielded_is_refused(shop: Shop) -> None:
     shop.write(LOOP + "    yield batch\n    batch.reject(1, 'late')")
     assert shop.letter().startswith("reject() of batch 1 was called after the batch was closed.")

@@ -367,6 +367,7 @@ def test_a_broken_copy_in_the_ledger_is_found_and_made_anew_by_going_on(paused: 
     shop = paused
     run = shop.read().run
     shop.sql("UPDATE run SET checkpoint = substr(checkpoint, 1, 200)")
+    assert f"to type: batchrun resume {run}\n" in shop.batchrun("status", "sync").out
     checked = shop.batchrun("check")
     assert (checked.code, checked.out) == (
         3,

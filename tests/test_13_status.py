@@ -279,6 +279,16 @@ def test_one_job_is_told_on_one_screen(held: Project) -> None:
     assert done.splitlines()[-1].startswith("to type: batchrun report ")
 
 
+def test_a_process_that_is_supervisor_and_worker_is_named_once(project: Project) -> None:
+    write_job(project)
+    (project.folder / "hold").touch()
+    process = project.start("run", "count", "--in-process")
+    wait_for((project.folder / "held").exists, "the fourth batch")
+    shown = project.run("status", "count").out
+    assert re.search(rf", owned by pid {process.pid} \(for \d+s\)$", shown, re.MULTILINE)
+    let_go(project)
+
+
 def test_the_page_of_one_job_is_json_too(held: Project) -> None:
     (job,) = held.run("--json", "status", "count").document["jobs"]
     assert job["batches"] == 3

@@ -833,6 +833,11 @@ def test_help_that_cannot_be_written_is_told_so_too(shop: Project) -> None:
     assert (code, said.splitlines()) == (1, [full, lost])
 
 
+@pytest.mark.parametrize("words", ["--help", "--version", "run --help"])
+def test_help_whose_reader_went_away_ends_as_any_other_result(shop: Project, words: str) -> None:
+    assert with_output(shop, "| true", words) == (0, "")
+
+
 def test_a_file_never_becomes_an_output_that_was_closed(paused: Project) -> None:
     before = everything_in(paused.folder)
     assert with_output(paused, "<&- >&-", "status count")[0] == 1

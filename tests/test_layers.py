@@ -22,19 +22,19 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Host": 855,
     "Configuration": 1_265,
     "Checkpoints": 515,
-    "Ledger": 2_650,
+    "Ledger": 2_655,
     "Locks and maintenance": 435,
     "Health": 850,
     "Jobs": 2_790,
     "Operations": 635,
-    "Recovery": 1_085,
+    "Recovery": 1_090,
     "Worker": 900,
-    "Supervisor": 1_960,
-    "Reports": 1_505,
+    "Supervisor": 1_955,
+    "Reports": 1_500,
     "Command line": 1_720,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 17_894  # must stay under
+LINES_IN_ALL = 17_891  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

@@ -429,6 +429,7 @@ def test_a_retry_that_is_cancelled_gives_back_what_it_has_not_done(rejected: Sho
     rejected.write(STOCK + LOOP.replace("target", "size=2, target"), config="max_rejects = 5")
     assert retry(rejected, first, point="batch.handed_out@3=kill").code == -signal.SIGKILL
     dropped = rejected.call("rejects", "drop", first, "--why", "old")
+    assert "13  a person is needed" in rejected.call("rejects", "drop", "--help").out
     assert (dropped.code, dropped.err.splitlines()[0]) == (
         13,
         f"Run {newest(rejected)} of sync is unfinished.",
