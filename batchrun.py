@@ -186,7 +186,7 @@ TRANSITIONS: dict[tuple[str, str], str] = {
     ("reserved", "failed"): "the job raised before its first batch",
     ("reserved", "cancelled"): "cancelled before the first batch",
     ("running", "reserved"): "the attempt ended; the same supervisor begins the next one",
-    ("running", "succeeded"): "the generator returned and every loop was read to its end",
+    ("running", "succeeded"): "the generator returned: all was read, or the job said it is done",
     ("running", "awaiting"): "the job stopped to wait for an answer, or used its tries up",
     ("running", "paused"): "stopped at a safe point on purpose",
     ("running", "interrupted"): "the worker went away without an ending",
@@ -13000,7 +13000,8 @@ def unfit(outcome: Outcome, job: str) -> list[Alert]:
     if outcome.exit_code != ExitCode.STATE_DIRECTORY:
         return []
     why = f"{job} needs a person: its state directory cannot be used.\n{outcome.letter}"
-    return [Alert("awaiting", f"{job} state directory", job, outcome.run and outcome.run.id, why)]
+    run, todo = outcome.run and outcome.run.id, f"batchrun doctor {job}"
+    return [Alert("awaiting", f"{job} state directory", job, run, why, todo)]
 
 
 def sent_tests(config: Config, job: str | None, host: Host) -> Iterator[Examined]:
@@ -13695,7 +13696,7 @@ class Supervisor:
             worker.ask(signal.SIGKILL)
         elif stops >= 3 or (stops and left_s < 0):
             worker.ask(signal.SIGKILL)
-        elif stops == 2 or waited_s > grace_s:  # of no use to one that releases what it holds
+        elif (stops == 2 or waited_s > grace_s) and not cleans:
             worker.ask(signal.SIGUSR1)
         elif stops:
             worker.ask(signal.SIGTERM)

@@ -660,7 +660,9 @@ def test_a_start_below_min_free_is_told_once_until_the_job_has_succeeded(
     for _ in range(2):
         assert project.run("run", "sync").code == 5
     assert kinds_heard(ear) == ["awaiting"]
-    why = json.loads(ear.heard[0][2])["why"].splitlines()
+    event = json.loads(ear.heard[0][2])
+    why = event["why"].splitlines()
+    assert event["todo"].endswith("doctor sync")
     assert why[0] == "sync needs a person: its state directory cannot be used."
     assert why[1].startswith("Disk full: less than 900,000,000,000,000 bytes are free at ")
     path.write_text(text)
