@@ -11315,11 +11315,14 @@ def back_up(state: StateDirectory, ledger: Ledger, path: Path, *, force: bool) -
         what = f"{path} is a folder, or in the state directory."
         todo = "Name a file elsewhere, best on another disk: batchrun backup FILE"
         raise ConfigurationError(what, unchanged="Nothing was written.", todo=todo)
-    if path.exists() and not force:
-        todo = "Choose another name, or add --force."
-        raise ConfigurationError(
-            f"{path} is there already.", unchanged="It was not touched.", todo=todo
-        )
+    if path.is_symlink() or path.exists():
+        is_older = is_a_copy(path)
+        if not (force and is_older):
+            raise ConfigurationError(
+                f"{path} is there already{'' if is_older else ', and is no copy of a ledger'}.",
+                unchanged="It was not touched.",
+                todo=f"Choose another name{', or add --force' * is_older}.",
+            )
     with open_folder(path.parent) as folder:
         copy = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
         try:
@@ -11335,6 +11338,16 @@ def back_up(state: StateDirectory, ledger: Ledger, path: Path, *, force: bool) -
             for suffix in ("", "-journal", "-wal", "-shm"):
                 discard_file(folder, beside(copy, suffix).name)
     return size
+
+
+def is_a_copy(path: Path) -> bool:
+    """Tell whether a path is a ledger's file, by its SQLite header, and no link or device."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        return False
+    with path.open("rb") as file:
+        header = file.read(72)
+    known = header.startswith(b"SQLite format 3\0")
+    return known and int.from_bytes(header[68:], "big") == APPLICATION_ID
 
 
 PRUNE_AT_ONCE = 20  # runs, by whoever prunes beside something else
@@ -17569,7 +17582,7 @@ def doctor_command(app: App, *, job: str | None, alerts: bool) -> Result:
 
 @command(
     word("file", type=file),
-    word("--force", is_flag=True, help="Also in the place of a file that is there."),
+    word("--force", is_flag=True, help="Also in the place of an older copy."),
     exits=[ExitCode.PERSON_NEEDED],
 )
 def backup_command(app: App, *, file: str, force: bool) -> Result:

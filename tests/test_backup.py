@@ -77,15 +77,39 @@ def test_a_copy_is_of_one_moment_though_others_write_meanwhile(
         assert list(ledger.execute("SELECT count(*) FROM run")) == [(1,)]
 
 
-def test_what_is_there_is_not_touched_without_force(project: Project) -> None:
+def test_an_older_copy_is_not_touched_without_force(project: Project) -> None:
     write_job(project)
     assert project.run("run", "sync").code == 0
-    copy = project.write_file("copy.db", "precious")
+    assert project.run("backup", "copy.db").code == 0
+    copy = project.folder / "copy.db"
+    older = copy.stat().st_ino
     why = f"{copy} is there already.\nIt was not touched.\nChoose another name, or add --force.\n"
     assert project.run("backup", "copy.db") == Ended(2, "", why)
-    assert copy.read_text() == "precious"
+    assert copy.stat().st_ino == older
     assert project.run("backup", "copy.db", "--force").code == 0
-    assert copy.read_bytes().startswith(b"SQLite format 3")
+    assert copy.stat().st_ino != older
+
+
+@pytest.mark.parametrize("what", ["text", "database", "link", "pipe"])
+def test_nothing_but_an_older_copy_is_replaced(project: Project, what: str) -> None:
+    write_job(project)
+    assert project.run("run", "sync").code == 0
+    there = project.folder / "there"
+    if what == "text":
+        there.write_text("precious")
+    elif what == "database":
+        with contextlib.closing(apsw.Connection(str(there))) as database:
+            database.execute("CREATE TABLE stock (sku)")
+    elif what == "link":
+        assert project.run("backup", "copy.db").code == 0
+        there.symlink_to("copy.db")
+    else:
+        os.mkfifo(there)
+    before = there.lstat().st_ino
+    why = f"{there} is there already, and is no copy of a ledger.\nIt was not touched.\n"
+    refused = project.run("backup", "there", "--force")
+    assert refused == Ended(2, "", f"{why}Choose another name.\n")
+    assert there.lstat().st_ino == before
 
 
 @pytest.mark.parametrize("name", ["state/copy.db", "state", "jobs"])
@@ -105,9 +129,11 @@ def test_a_backup_that_is_cut_off_leaves_the_copy_before(
 ) -> None:
     write_job(project)
     assert project.run("run", "sync").code == 0
-    copy = project.write_file("copy.db", "the one before")
+    assert project.run("backup", "copy.db").code == 0
+    copy = project.folder / "copy.db"
+    before = copy.stat()
     assert project.run("backup", "copy.db", "--force", env=at(point)).code == code
-    assert copy.read_text() == "the one before"
+    assert copy.stat().st_ino == before.st_ino
 
 
 def test_a_disk_that_is_too_small_for_the_copy_is_named(project: Project) -> None:
@@ -128,7 +154,9 @@ def test_a_copy_that_is_not_sound_does_not_take_the_place_of_the_one_before(
 ) -> None:
     write_job(project)
     assert project.run("run", "sync").code == 0
-    copy = project.write_file("copy.db", "the one before")
+    assert project.run("backup", "copy.db").code == 0
+    copy = project.folder / "copy.db"
+    before = copy.stat().st_ino
     with contextlib.closing(apsw.Connection(str(project.state / "ledger.db"))) as ledger:
         ledger.execute("PRAGMA writable_schema = ON")
         ledger.execute(
@@ -138,7 +166,7 @@ def test_a_copy_that_is_not_sound_does_not_take_the_place_of_the_one_before(
     what = f"The copy of {project.state}/ledger.db is not what it should be: "
     assert (refused.code, refused.err[: len(what)]) == (5, what)
     assert f"\nIt was removed; {copy} is as it was.\n" in refused.err
-    assert copy.read_text() == "the one before"
+    assert copy.stat().st_ino == before
     assert sorted(path.name for path in project.folder.glob("*copy*")) == ["copy.db"]
 
 
