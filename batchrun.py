@@ -9064,9 +9064,9 @@ class Context(Generic[S]):
             self._require_yielded()
         if self._finished:
             return
-        if not self._met:
+        if not self._loops:
             raise broken("no loop")
-        if self._loops and not self._loops[-1].exhausted:
+        if not self._loops[-1].exhausted:
             raise broken("unread", loop=self._loops[-1].name)
         if len(self._met) < len(self._course.order):
             raise self._other_order()

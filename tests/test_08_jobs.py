@@ -1420,6 +1420,11 @@ def test_a_mistake_in_the_jobs_file_is_a_letter(shop: Shop, text: str, what: str
     assert letter[1:3] == [why, "Nothing was begun."]
 
 
+def test_a_job_that_returns_after_a_step_has_not_succeeded(shop: Shop) -> None:
+    shop.write('ctx.step("make table", lambda: None)\nreturn\nyield')
+    assert shop.letter(code=1).startswith("The job returned without a loop.\n")
+
+
 def test_a_missing_job_file_is_a_letter(shop: Shop) -> None:
     shop.write_file("")
     (shop.folder / "jobs" / "sync.py").unlink()
