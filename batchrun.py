@@ -10722,7 +10722,8 @@ def unknown_text(unknown: Sequence[Operation]) -> str:
 
 def unknown_end(run: Run, unknown: Sequence[Operation]) -> AttemptEnd:
     """Return the end of an attempt that cannot find out what became of operations."""
-    lines = (reconcile_line(run), *answer_lines(run.id, unknown[0].key))
+    asked = [f"{reconcile_line(run)} --lookup --apply"] * any(row.lookup for row in unknown)
+    lines = (reconcile_line(run), *asked, *answer_lines(run.id, unknown[0].key))
     how = (Ending.AWAITS, ExitCode.PERSON_NEEDED, Reason.OPERATION, unknown_text(unknown))
     unchanged = "It is not called again before that is known; all others are recorded."
     todo = "\n  ".join(("Look at the destination, then type:", *lines))
