@@ -2726,7 +2726,10 @@ def _setting(
 ) -> object:
     """Return a setting as its declared type has it; the ValueError says what is wrong."""
     if name not in kinds:
-        meant = _meant(name, [*kinds, *config_keys()["jobs.NAME"]])
+        options = config_keys()["jobs.NAME"]
+        meant = _meant(name, kinds if spoken else [*kinds, *options])
+        if name in options:
+            meant = "; it is an option of the job, which stands in [jobs.NAME]"
         raise ValueError(f"there is no such setting{meant}")
     candidates = _said(str(value)) if spoken else [value]
     try:
@@ -7537,6 +7540,24 @@ def load_job(job_config: JobConfig) -> Job:
         unchanged="Nothing was begun.",
         todo=f'Set uses = "{job_config.module}:FUNCTION" in [jobs.{job_config.name}].',
     )
+
+
+def settings_main() -> None:
+    """Say on standard output what is wrong with a job's file, or settings; nothing if all fits.
+
+    Standard input is JSON: the configuration's path, the job, what `--set` said; the answer is a
+    letter's four parts. What the job prints goes to standard error.
+    """
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    path, name, overrides = json.load(sys.stdin)
+    config = load_config(Path(path))
+    os.chdir(config.folder)
+    job_config = config.job(name)
+    try:
+        load_job(job_config).settings_from(job_config, overrides, config.folder)
+    except ConfigurationError as error:
+        write_line(answer, json.dumps([error.what, error.why, error.unchanged, error.todo]))
 
 
 def _imported(name: str, path: Path) -> Any:
@@ -13090,8 +13111,6 @@ def deferred_letter(before: Run | None, run: Run, refusal: MaintenanceOn) -> str
         replaced = f"It replaces {first} as run {before.id}: {was}; now {now}."
         is_same = (before.id, was) == (run.id, now)
         lines += [f"It is the same as {first}." if is_same else replaced]
-    if run.overrides:
-        lines += ["Its settings are checked by the job's worker, when it begins."]
     lines += [
         "The tick (batchrun resume --all) begins it once when that is over.",
         f"To withdraw it: batchrun {withdraw} {run.id}",
@@ -13755,6 +13774,28 @@ class Supervisor:
         if run.overrides and attempt.exit_code == ConfigurationError.exit_code:
             said.append(f"Without its --set, from the start: batchrun run {run.job} --fresh")
         return "\n".join([f"{run.job}: run {run.id} {run.state}.", *filter(None, said)])
+
+
+LOAD_LIMIT_S = 60.0  # for a job that is only loaded, to be asked about a start
+
+
+def require_settings(config: Config, launch: Launch) -> None:
+    """Refuse a start by its settings, or the job's file, before anything is cancelled for it.
+
+    The job is loaded in a process of its own; where that cannot tell, the worker will.
+
+    Raises:
+        ConfigurationError: what the worker would have said.
+    """
+    import subprocess
+
+    order = json.dumps([str(config.path), launch.job, dict(launch.overrides)])
+    ways: dict[str, Any] = {"text": True, "capture_output": True, "timeout": LOAD_LIMIT_S}
+    with contextlib.suppress(subprocess.TimeoutExpired, ValueError):
+        words = own_interpreter("settings_main")
+        ended = subprocess.run(words, input=order, check=False, **ways)
+        what, why, unchanged, todo = json.loads(ended.stdout)
+        raise ConfigurationError(what, why=why, unchanged=unchanged, todo=todo)
 
 
 def doing_text(run: Run, stops: int) -> str:
@@ -16581,7 +16622,10 @@ class App:
 def run_command(app: App, *, job: str, **asked: Any) -> ExitCode:
     """Run a job, or go on with its unfinished run."""
     app.host.systemd.ready()  # before any wait, and also if the start is refused
-    return app.supervise(launch_of(job, **asked)).exit_code
+    launch = launch_of(job, **asked)
+    if launch.fresh or launch.overrides:
+        require_settings(app.config, launch)
+    return app.supervise(launch).exit_code
 
 
 @command(

@@ -450,6 +450,35 @@ def test_a_setting_given_with_a_start_is_kept_by_the_run_s_resumes(project: Proj
     assert log_of(project).count("Settings(shop='mine', depth=1)") == 2
 
 
+@pytest.mark.parametrize("mistake", ["setting", "value", "file"])
+def test_a_start_that_is_mistyped_cancels_and_begins_nothing(
+    project: Project, mistake: str
+) -> None:
+    write_settings_job(project)
+    assert project.run("run", "sync", "--batches", "1").code == 75
+    before = rows(project, "SELECT * FROM run")
+    given = {"setting": "shopp=mine", "value": "depth=deep", "file": "depth=3"}[mistake]
+    if mistake == "file":
+        project.write_file("jobs/sync.py", "import nowhere")
+    refused = project.run("run", "sync", "--fresh", "--set", given)
+    assert refused.code == 2
+    said = {
+        "setting": "- shopp: there is no such setting; did you mean shop?\nNothing was changed.\n",
+        "value": "- depth: a value of type int is wanted\nNothing was changed.\n",
+        "file": "ModuleNotFoundError: No module named 'nowhere' (line 1)\nNothing was begun.\n",
+    }
+    assert said[mistake] in refused.err
+    assert rows(project, "SELECT * FROM run") == before
+
+
+def test_an_option_of_the_job_is_no_setting(project: Project) -> None:
+    write_settings_job(project)
+    refused = project.run("run", "sync", "--set", "batch_size=3")
+    line = "- batch_size: there is no such setting; it is an option of the job, which stands in"
+    assert (refused.code, line in refused.err) == (2, True)
+    assert project.run("run", "sync").code == 0
+
+
 def test_a_checkpoint_of_another_version_needs_a_converter(project: Project) -> None:
     write_settings_job(project)
     project.run("run", "sync", "--batches", "1")

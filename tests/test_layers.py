@@ -20,21 +20,21 @@ ROOT = Path(__file__).resolve().parent.parent
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
     "Vocabulary": 605,
     "Host": 855,
-    "Configuration": 1_265,
+    "Configuration": 1_270,
     "Checkpoints": 515,
     "Ledger": 2_655,
     "Locks and maintenance": 435,
     "Health": 850,
-    "Jobs": 2_790,
+    "Jobs": 2_810,
     "Operations": 635,
-    "Recovery": 1_090,
+    "Recovery": 1_100,
     "Worker": 900,
-    "Supervisor": 1_955,
+    "Supervisor": 1_975,
     "Reports": 1_500,
     "Command line": 1_720,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 17_892  # must stay under
+LINES_IN_ALL = 17_950  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
