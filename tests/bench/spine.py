@@ -236,6 +236,20 @@ def whole_run_figures(folder: Path, runs: int) -> Iterator[Figure]:
         yield Figure(f"whole run over the {what}", value, wanted)
 
 
+def health_figure(folder: Path, runs: int) -> Iterator[Figure]:
+    """Yield a run that is watched sixty times as often as by default over one that is not."""
+    config = folder / "batchrun.toml"
+
+    def watched(every: str) -> float:
+        health = f'[health]\nsample_interval = "{every}"\ncheck_interval = "{every}"\n'
+        config.write_text(CONFIG + health)
+        return run_copy(folder)
+
+    value = paired(runs, lambda: watched("1s"), lambda: watched("1d"), lambda: empty_stock(folder))
+    config.write_text(CONFIG)
+    yield Figure("watched each second over not watched", value, 1.05)
+
+
 def system_call_figures(folder: Path) -> Iterator[Figure]:
     """Yield syncs and bytes a batch beyond the job's own, counted by strace."""
     if not shutil.which("strace"):
@@ -449,6 +463,7 @@ def main() -> None:
             empty_batch_figure(folder, given.runs),
             start_figures(folder, given.runs),
             whole_run_figures(folder, max(3, given.runs // 2)),
+            health_figure(folder, given.runs),
             long_ledger_figures(folder, given.runs, given.batches, given.records),
             memory_figures(folder, given.records),
         ):
