@@ -1025,3 +1025,14 @@ def test_a_short_command_looks_for_no_garbage_and_a_long_one_does(shop: Project)
     long = shop.run("run", "count", "--in-process", launch=launch)
     assert long.code == 0
     assert "garbage looked for" in long.err
+
+
+@pytest.mark.parametrize("before", ["enable", "disable"])
+@pytest.mark.parametrize("frozen", ["", "; gc.freeze()"])
+def test_who_imports_batchrun_keeps_the_garbage_collection_that_they_have(
+    before: str, frozen: str
+) -> None:
+    kept = "gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0"
+    boot = f"import gc, sys; sys.path.insert(0, {str(ROOT)!r}); gc.{before}(){frozen}"
+    code = f"{boot}; was = {kept}; import batchrun; assert was == ({kept}), ({kept})"
+    subprocess.run([sys.executable, "-P", "-c", code], env=clean_environment(), check=True)
