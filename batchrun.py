@@ -16381,14 +16381,14 @@ class Console:
         written = self.quiet or self.as_json or self.plain
         return not written and self._host.terminal_columns() > 0
 
-    def result(self, text: str, document: Any) -> None:
+    def result(self, shown: Result) -> None:
         """Write a command's result: text, or with --json one document.
 
         Raises:
             OutputRefused: it cannot be written; a reader that has gone away is no error.
         """
         with contextlib.suppress(BrokenPipeError):
-            self.write(text, document)
+            self.write(shown.text, shown.document)
 
     def write(self, text: str, document: Any) -> None:
         """Write a result, or a part of one, to a reader that may go away: BrokenPipeError."""
@@ -17084,7 +17084,7 @@ def maintenance_status_command(app: App) -> Result:
     lines = render_lockfile(lockfile, app.host.now()) if lockfile else ["maintenance is off"]
     document["maintenance"] = lockfile and lockfile._asdict()
     document["barrier"] = document["barrier"] if lockfile else None
-    is_overdue = lockfile is not None and lockfile.overdue != ""
+    is_overdue = bool(lockfile and lockfile.overdue)
     return Result("\n".join([*lines, *render_turned_away(document)]), document, found=is_overdue)
 
 
@@ -17093,7 +17093,7 @@ def maintenance_status_command(app: App) -> Result:
     word("--finish", is_flag=True, help="Let runs end by themselves; ask none to stop."),
     word("--then", type=one_of("leave", "interrupt"), default="leave", help="At the deadline."),
     word("--reason", default="", metavar="TEXT", help="Why, if the door is still open."),
-    exits=filter(None, DRAIN_ENDS),
+    exits=[code for code in DRAIN_ENDS if code is not None],
 )
 def drain_command(app: App, *, deadline: float, finish: bool, then: str, reason: str) -> ExitCode:
     """Close the door, let what runs stop at its next safe point, and prove it."""
@@ -17107,7 +17107,7 @@ def drain_command(app: App, *, deadline: float, finish: bool, then: str, reason:
         if drain is None:
             what = "Maintenance was ended in this moment; nothing was drained."
             raise BatchrunError(what, todo="To begin anew: batchrun drain")
-        app.console.result(*result_of_drain(app, ledger, drain)[:2])
+        app.console.result(result_of_drain(app, ledger, drain))
         return ExitCode(cast("int", drain.exit_code))
 
 
@@ -17211,8 +17211,8 @@ def cancel_command(
     if outcome.letter:
         app.console.letter(outcome.letter, outcome.exit_code)
     with app.ledger(write=False) as ledger:
-        ended = result_of_stop(app, ledger, cast("Run", outcome.run), Request.CANCEL, is_done=True)
-    app.console.result(ended.text, ended.document)
+        run_left = cast("Run", outcome.run)
+        app.console.result(result_of_stop(app, ledger, run_left, Request.CANCEL, is_done=True))
     return outcome.exit_code
 
 
@@ -17296,7 +17296,7 @@ def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) 
 )
 def reconcile_command(
     app: App, *, run: str | None, lookup: bool, applies: bool, **said: Any
-) -> Ended:
+) -> Result:
     """List operations of unknown outcome, and answer what became of them."""
     if (said["confirm"] or said["absent"]) and not said["why"].strip():
         raise half_answer("An answer needs --why.")
@@ -17585,7 +17585,7 @@ def jobs_command(app: App) -> ExitCode:
             wrong.append(error)
             document["error"] = error.what
         documents.append(document)
-    app.console.result(render_jobs(documents, app.host.now()), {"jobs": documents})
+    app.console.result(Result(render_jobs(documents, app.host.now()), {"jobs": documents}))
     for letter in wrong:
         app.console.letter(str(letter), letter.exit_code)
     return wrong[0].exit_code if wrong else ExitCode.DONE
@@ -17839,7 +17839,7 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
         ended = parts.function(app, **given)
         if isinstance(ended, ExitCode):
             return ended
-        app.console.result(ended.text, ended.document)
+        app.console.result(ended)
         return ExitCode.FINDINGS if ended.found else ExitCode.DONE
 
     return click.Command(

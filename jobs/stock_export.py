@@ -77,12 +77,13 @@ def begin(path: Path, header: bytes) -> int:
 def write_at(path: Path, size: int, content: bytes) -> None:
     """Let a file of which `size` bytes are committed go on with this content, durably.
 
-    What a batch that was not committed has written there is the same, and is written over.
+    What a batch that was not committed has written behind them is cut off.
     """
     if not path.exists() or path.stat().st_size < size:
         raise Fatal(f"{path} has lost rows that were written. Cancel this export and run it again")
     with path.open("r+b") as file:
         file.seek(size)
+        file.truncate()
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -660,6 +660,7 @@ def test_a_run_awaits_a_person_who_answers_and_then_the_tick_goes_on(
     why = f"Whether the operation 'push/0' was done is unknown; claimed {claimed}. It is one of 2."
     reconcile = f"batchrun reconcile {stands.id}"
     assert why in said(shop)
+    assert "--lookup" not in said(shop)  # it has none
     assert f"  {reconcile} --confirm push/0 " in said(shop)
     assert f"  {reconcile} --absent push/0 " in said(shop)
     assert run(nurse, shop, "status", "push") == 3

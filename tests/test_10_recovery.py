@@ -363,37 +363,31 @@ def test_a_broken_checkpoint_without_a_sound_copy_is_refused(paused: Shop) -> No
     assert shop.batchrun("run", "sync", "--fresh").code == 0
 
 
-def test_a_broken_copy_in_the_ledger_is_found_and_made_anew_by_going_on(paused: Shop) -> None:
-    shop = paused
-    run = shop.read().run
-    shop.sql("UPDATE run SET checkpoint = substr(checkpoint, 1, 200)")
+@pytest.mark.parametrize(
+    ("damage", "what", "next_step"),
+    [
+        (
+            "UPDATE run SET checkpoint = substr(checkpoint, 1, 200)",
+            "the ledger's copy of its checkpoint is not valid",
+            "its next commit makes it anew",
+        ),
+        (
+            "UPDATE batch SET hash = 'aa' WHERE number = 2",
+            "the row of its newest commit has another hash than the run",
+            "only an older checkpoint, if one is put back, would be judged by it",
+        ),
+    ],
+    ids=["copy", "newest row"],
+)
+def test_what_is_wrong_in_the_ledger_beside_a_good_checkpoint_is_found_and_outlived(
+    paused: Shop, damage: str, what: str, next_step: str
+) -> None:
+    shop, run = paused, paused.read().run
+    shop.sql(damage)
     assert f"to type: batchrun resume {run}\n" in shop.batchrun("status", "sync").out
     checked = shop.batchrun("check")
-    assert (checked.code, checked.out) == (
-        3,
-        (
-            f"run {run} of sync: the ledger's copy of its checkpoint is not valid\n"
-            "  its next commit makes it anew\n"
-            f"  to type: batchrun resume {run}\n"
-        ),
-    )
-    assert shop.batchrun("resume", run).code == 0
-    assert shop.findings() == []
-
-
-def test_a_row_of_the_newest_commit_that_was_changed_is_found_and_outlived(paused: Shop) -> None:
-    shop = paused
-    run = shop.read().run
-    shop.sql("UPDATE batch SET hash = 'aa' WHERE number = 2")
-    checked = shop.batchrun("check")
-    assert (checked.code, checked.out) == (
-        3,
-        (
-            f"run {run} of sync: the row of its newest commit has another hash than the run\n"
-            "  only an older checkpoint, if one is put back, would be judged by it\n"
-            f"  to type: batchrun resume {run}\n"
-        ),
-    )
+    found = f"run {run} of sync: {what}\n  {next_step}\n  to type: batchrun resume {run}\n"
+    assert (checked.code, checked.out) == (3, found)
     assert shop.batchrun("resume", run).code == 0
     assert shop.findings() == []
 

@@ -264,6 +264,42 @@ def test_a_second_stop_interrupts_a_statement_that_would_never_end(
     assert done(project)[-3:] == RELEASED
 
 
+RELEASING = """
+    import signal, time
+    from pathlib import Path
+    from batchrun import job
+
+    def release():
+        sent = []
+        signal.signal(signal.SIGUSR1, lambda *_: sent.append("SIGUSR1"))
+        Path("releasing").touch()
+        while not Path("go").exists():
+            time.sleep(0.002)
+        Path("sent").write_text(str(sent))
+
+    @job
+    def sync(ctx):
+        ctx.on_exit(release)
+        for batch in ctx.batches(range(3)):
+            yield batch
+    """
+
+
+def test_a_second_stop_does_not_reach_a_worker_that_releases_what_it_holds(
+    project: Project, ear: Ear
+) -> None:
+    project.write(CONFIG, sync=RELEASING)
+    process = project.start("run", "sync", env=ear.environment(), launch=AS_MAIN)
+    wait_for((project.folder / "releasing").exists, "the release to begin")
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        ear.forget()
+        wait_for(lambda: ear.heard("EXTEND_TIMEOUT_USEC")[2:], "two seconds to go by")
+    let_go(project)
+    assert project.finish(process).code == 0
+    assert (project.folder / "sent").read_text() == "[]"
+
+
 def test_the_grace_interrupts_a_statement_that_would_never_end(project: Project, ear: Ear) -> None:
     write_job(project, ENDLESS)
     project.write(CONFIG.replace("30s", "2s"))

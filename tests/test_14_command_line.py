@@ -1,5 +1,6 @@
 """The command line: where words go, what may be typed, what a start finds around it."""
 
+import gc
 import json
 import os
 import pty
@@ -1000,6 +1001,8 @@ gc.callbacks.append(lambda phase, _: os.write(2, b"garbage looked for\\n"))
 batchrun.main()
 """
 LITTERING = """
+    import gc
+
     from batchrun import job
 
     class Shelf:
@@ -1007,6 +1010,8 @@ LITTERING = """
 
     @job()
     def count(ctx):
+        with open("threshold", "w") as file:
+            file.write(str(gc.get_threshold()))
         for batch in ctx.batches(range(100)):
             for _ in batch:
                 for _ in range(1000):
@@ -1025,6 +1030,7 @@ def test_a_short_command_looks_for_no_garbage_and_a_long_one_does(shop: Project)
     long = shop.run("run", "count", "--in-process", launch=launch)
     assert long.code == 0
     assert "garbage looked for" in long.err
+    assert (shop.folder / "threshold").read_text() == str(gc.get_threshold())  # Python's own
 
 
 @pytest.mark.parametrize("before", ["enable", "disable"])

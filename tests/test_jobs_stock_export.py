@@ -2,7 +2,9 @@
 
 import contextlib
 import csv
+import runpy
 import sqlite3
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, Project, clean_environment, wait_for
@@ -137,3 +139,11 @@ def test_a_file_that_lost_rows_is_not_published_and_a_new_export_can_be_made(
     assert shop.run("cancel", "stock_export").code == 0
     assert shop.run("run", "stock_export").code == 0
     assert exported(shop) == as_text(ROWS)
+
+
+def test_a_longer_batch_that_was_not_committed_leaves_no_tail(tmp_path: Path) -> None:
+    write_at = runpy.run_path(str(ROOT / "jobs" / "stock_export.py"))["write_at"]
+    growing = tmp_path / "growing"
+    growing.write_text("committed, and a batch as an older version wrote it")
+    write_at(growing, len("committed"), b" anew")
+    assert growing.read_text() == "committed anew"

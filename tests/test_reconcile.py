@@ -67,7 +67,7 @@ class Post:
     """A project whose run awaits an answer about the letters d and e, if `bad` names them."""
 
     def __init__(self, project: Project) -> None:
-        self.project = project
+        self.project, self.letter = project, ""
 
     def write(
         self, lookup: str, *, bad: str = "d", before: str = "pass", settle: str = "1s"
@@ -81,7 +81,9 @@ class Post:
         self.project.write_file("posted.txt", "")
         (self.project.folder / "closed").touch()
         self.project.run("run", "push")
-        assert self.project.run("resume").code == 13
+        ended = self.project.run("resume")
+        assert ended.code == 13
+        self.letter = ended.err
         (self.project.folder / "closed").unlink()
         self.write(lookup, bad="")
         return str(self.ask("status", "push")["jobs"][0]["run"])
@@ -96,6 +98,17 @@ class Post:
 @pytest.fixture
 def post(project: Project) -> Post:
     return Post(project)
+
+
+@pytest.mark.parametrize(
+    ("lookup", "offered"), [("look", True), ("None", False), ("lambda key: look(key)", False)]
+)
+def test_the_destinations_are_offered_to_be_asked_where_they_can_be(
+    post: Post, lookup: str, *, offered: bool
+) -> None:
+    run = post.begin(lookup)
+    line = f"  batchrun reconcile {run} --lookup --apply\n"
+    assert (line in post.letter) == offered, post.letter
 
 
 def test_without_unknown_operations_there_is_nothing_to_do(post: Post) -> None:
