@@ -73,7 +73,7 @@ import signal
 import stat
 import sys
 import time
-from _thread import get_ident
+from _thread import allocate_lock, get_ident, start_new_thread
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
@@ -1708,7 +1708,7 @@ def _reader(
 ) -> Callable[[object], T]:
     """Return what makes a Python value of a TOML value that fits, or says what is wanted."""
 
-    def read(value: object) -> T:
+    def read(value: object) -> Any:
         if fits(value):
             return make(value)
         raise ValueError(f"{wanted} is wanted")
@@ -7834,7 +7834,7 @@ class Alarm:
         self._limit_s, self._armed = limit_s, False
         signal.signal(signal.SIGALRM, self._ring)
 
-    def call(self, call: Callable[..., T], *arguments: Any) -> T:
+    def call(self, call: Callable[..., T], *arguments: Any) -> Any:
         """Return what a call returns; `Overdue` in it, then TimeoutError, if its time is over."""
         try:
             try:
@@ -8464,6 +8464,7 @@ class Loop:
         self.fingerprint: str | None = None
         self._context = context
         self._is_first = True
+        self._ahead: Portion | BaseException | None = None  # what reading ahead has come to
 
     def __iter__(self) -> Loop:
         """Return itself: a loop is passed once."""
@@ -8483,8 +8484,7 @@ class Loop:
         while not self.exhausted:
             driver.pass_gate()
             self._limit = driver.limit(self)
-            with self._in_source():
-                portion = self._reader.read_batch(self._limit)
+            portion = self._read()
             if self._is_first:
                 self._is_first = False
                 require_round_trip(portion.cursor)
@@ -8500,6 +8500,23 @@ class Loop:
                 driver.commit(Link("loop", self.name, source=self.fingerprint))
                 self.exhausted = True
         return None
+
+    def _read(self) -> Portion:
+        """Return what was read ahead; raise what that raised; else read now."""
+        ahead, self._ahead = self._ahead, None
+        if isinstance(ahead, BaseException):
+            raise ahead
+        if ahead is not None:
+            return ahead
+        with self._in_source():
+            return self._reader.read_batch(self._limit)
+
+    def read_ahead(self) -> None:
+        """Read the next batch while the one in hand is committed; raises nothing yet."""
+        try:
+            self._ahead = self._read()
+        except BaseException as error:  # noqa: BLE001 - raised where the batch is asked for
+            self._ahead = error
 
     def link_of(self, portion: Portion) -> Link:
         """Return the commit of what was read; the source alone has rejected some of it yet."""
@@ -8572,7 +8589,7 @@ class Loop:
 class _Driver(Protocol):
     """What a context asks of the worker that drives it; the worker says what each does."""
 
-    def commit(self, link: Link) -> None: ...
+    def commit(self, link: Link, meanwhile: Callable[[], None] | None = None) -> None: ...
     def begin_batches(self, expected: int | None, tried: str) -> None: ...
     def begin_try(self, tried: str) -> None: ...
     def stage(self, number: int, link: Link) -> None: ...
@@ -9079,9 +9096,11 @@ class Context(Generic[S]):
             raise broken("yielded", what=what, expected=expected)
         batch._require_settled()
         reach("batch.yielded", batch.number)
-        self._driver.commit(batch._link)
+        loop = self._loops[-1]
+        may_read_ahead = getattr(loop._source, "reads_ahead", False)
+        self._driver.commit(batch._link, loop.read_ahead if may_read_ahead else None)
         self._current = None
-        self._loops[-1].tell_committed()
+        loop.tell_committed()
 
     def _require_complete(self) -> None:
         """Refuse a return that left something undone."""
@@ -9230,6 +9249,9 @@ def close_connection(connection: Any) -> None:
 # it that has records or rejects is one batch, for it may withhold more until it is told. What
 # committed() raises ends the attempt like an error of read(); the batch stays committed.
 #
+# A source with `reads_ahead` true is read for the next batch while the one that was yielded is
+# committed: before the job's line behind that `yield`, and in the job's own thread. Query has it.
+#
 # A cursor with a digest is valid if and only if what stands directly before it has that digest. An
 # invalid one needs a person: going on in another source would skip or repeat records.
 
@@ -9260,7 +9282,8 @@ def _stale(what: str, why: str) -> BatchrunError:
 class Source(Protocol):
     """Where records come from.
 
-    Optional, and used where present: `fingerprint() -> str | None` (equal for equal content),
+    Optional, and used where present: `reads_ahead` (see above; its read() may use nothing of the
+    context but `should_stop`), `fingerprint() -> str | None` (equal for equal content),
     `total() -> int | None` (records of the whole run, maybe an estimate), `close()`,
     `take_rejects() -> list[Reject]` (what reads have refused since the last call, in order),
     `parse` (makes a record of what stands in a raw reject, or raises ValueError or KeyError), and
@@ -9319,6 +9342,9 @@ class Query:
     that a read began in it is ended. Rows come as the driver gives them. `key` names columns of
     the SELECT, unique together; an index on them makes each read cheap.
 
+    The next rows are read while the batch before them is committed: what the job changes in the
+    query's tables behind its `yield` is seen one batch later.
+
     The first read of an attempt refuses what keyset reading would lose rows over: NULL in the key,
     equal keys behind the cursor, a cursor of another type than the key. Each full read asks whether
     other rows, written since, have its last key.
@@ -9330,6 +9356,7 @@ class Query:
     """
 
     host = Host()  # whose clock lag= is measured by
+    reads_ahead = True
 
     def __init__(
         self,
@@ -11883,6 +11910,10 @@ def only_unfinished(ledger: Ledger) -> Run:
 #   7  COMMIT
 #   8  only now: the source's committed() (section 8), the gate, the next batch
 #
+# A source that allows it is read for the next batch during steps 3 to 7, which have a thread of
+# their own then: so the reading hides what the disk takes. What it gives, or raises, stays in the
+# loop (section 8) until step 8; then the gate may still throw it away.
+#
 # Before step 6 the batch is done again; after it the ledger is repaired from the checkpoint. Fence
 # and rename share one write lock, which a takeover must also take. A failed fsync, rename or
 # COMMIT has an unknown outcome: the process cleans up, writes nothing more, and ends with 5.
@@ -11964,10 +11995,40 @@ class Gate:
             self.shut = True
             raise SafeStop
 
+    def expects_more(self) -> bool:
+        """Tell whether another batch follows the one in hand, as far as can be known."""
+        return self._batches_left != 1 and not self.is_closed()
+
     def passed_a_batch(self) -> None:
         """Count one more batch of those that were asked for."""
         if self._batches_left is not None:
             self._batches_left -= 1
+
+
+def in_parallel(call: Callable[[], T], meanwhile: Callable[[], None]) -> T:
+    """Return what `call` returns or raise what it raises, when both have ended.
+
+    `call` has a thread of its own for that long; `meanwhile`, which may be interrupted, has ours.
+    """
+    returned, raised, ended = list[T](), list[BaseException](), allocate_lock()
+
+    def run() -> None:
+        try:
+            returned.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised below
+            raised.append(error)
+        finally:
+            ended.release()
+
+    ended.acquire()
+    start_new_thread(run, ())
+    try:
+        meanwhile()
+    finally:
+        ended.acquire()
+    for error in raised:
+        raise error
+    return returned[0]
 
 
 class Worker:
@@ -11997,6 +12058,7 @@ class Worker:
         self._marked_at, self._own_s = host.monotonic(), 0.0
         self._armed, self._dear_at = "", float("-inf")
         self._asked_at = float("-inf")
+        self._is_recording = False  # a commit, maybe in a thread beside: the ledger is in use
         self._cleanups = CleanupStack(host, self._job_config.cleanup_timeout_s)
         self._silenced: BatchrunError | None = None  # why nothing may be written any more
         self._size = self._run.size
@@ -12277,8 +12339,11 @@ class Worker:
 
     # -- what the context asks for ------------------------------------------------------------
 
-    def commit(self, link: Link) -> None:
-        """Make one commit: the protocol at the head of this section."""
+    def commit(self, link: Link, meanwhile: Callable[[], None] | None = None) -> None:
+        """Make one commit: the protocol at the head of this section.
+
+        `meanwhile` reads what comes next, and is called if that will be wanted; it raises nothing.
+        """
         if self.gate.shut:
             raise SafeStop
         began = self._host.monotonic()
@@ -12292,12 +12357,18 @@ class Worker:
         reach("commit.begun", number)
         spent, gauges, size = self._spent(began), self._gauges(), self._size_after(link)
         commit = Commit(checkpoint, content, digest, spent, link.following, gauges, size)
-        self.gate.request = self._record(commit)
+        self._is_recording = True
+        if meanwhile is not None and self._size is None and self.gate.expects_more():
+            self.gate.request = in_parallel(functools.partial(self._record, commit), meanwhile)
+        else:
+            self.gate.request = self._record(commit)
+        self._is_recording = False
         course.move_to(checkpoint, digest)
         self._armed, self._size = link.following or "", size
         if 0 < self._job_config.recycle_above_bytes < gauges["rss_bytes"]:
             self.gate.outgrown_bytes = gauges["rss_bytes"]
-        self._marked_at = self._host.monotonic()
+        read_ahead_s = cast("Context[Any]", self._context)._read_s
+        self._marked_at = self._host.monotonic() - read_ahead_s  # which is the next batch's
         self._own_s = self._marked_at - began
 
     def _record(self, commit: Commit) -> str | None:
@@ -12522,7 +12593,7 @@ class Worker:
     def stop_is_asked(self) -> bool:
         """Tell whether the attempt is to stop at its next safe point; the ledger is asked, too."""
         now = self._host.monotonic()
-        if now - self._asked_at >= ASK_EVERY_S:
+        if now - self._asked_at >= ASK_EVERY_S and not self._is_recording:
             self._asked_at, self.gate.request = now, self._ledger.run(self._run.key).request
         return self.gate.is_closed()
 

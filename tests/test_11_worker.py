@@ -333,6 +333,116 @@ def test_the_time_that_a_mark_takes_is_batchrun_s_own_and_not_the_job_s(project:
     assert rows(project, "SELECT own_s > work_s, work_s > 0 FROM run") == [(1, 1)]
 
 
+# --- reading ahead ----------------------------------------------------------------------------
+
+# The ten records from a query that tells which rows it gives: `read 1` and so on.
+QUERYING = (
+    JOB[: JOB.index("@job")]
+    + """\
+from batchrun import Query
+
+CONTEXT = []
+
+def seen(record):
+    AS_READ
+    done(f"read {record}")
+
+@job
+def sync(ctx):
+    CONTEXT.append(ctx)
+    feed = ctx.connect("sqlite:feed.db")
+    feed.execute("CREATE TABLE IF NOT EXISTS feed (id INTEGER PRIMARY KEY)")
+    feed.execute("INSERT OR IGNORE INTO feed SELECT value FROM json_each('[1,2,3,4,5,6,7,8,9,10]')")
+    feed.create_scalar_function("seen", seen, 1)
+    for batch in ctx.batches(Query(feed, "SELECT id, seen(id) FROM feed", key="id")):
+        for record, _ in batch:
+            if record == 4: BEFORE_4
+            done(record)
+        yield batch
+        done(f"yielded {batch.number}")
+"""
+)
+
+
+def write_query(project: Project, as_read: str = "pass", before_4: str = "pass") -> None:
+    """Write the querying job with something done as a row is read, and before record 4."""
+    text = QUERYING.replace("AS_READ", as_read).replace("BEFORE_4", before_4)
+    project.write(CONFIG, sync=text)
+
+
+@pytest.mark.parametrize("as_read", ["pass", "CONTEXT[0].should_stop"])
+def test_a_query_is_read_on_while_the_batch_before_waits_for_its_commit(
+    project: Project, as_read: str
+) -> None:
+    write_query(project, as_read, "hold('go')")
+    process = start_held(project)
+    other = apsw.Connection(str(project.state / "ledger.db"))
+    other.execute("BEGIN IMMEDIATE")
+    let_go(project)
+    wait_for(lambda: "read 10" in done(project), "the second batch to be read")
+    assert [*other.execute("SELECT number FROM run")] == [(0,)]
+    assert "yielded 1" not in done(project)
+    other.execute("ROLLBACK")
+    other.close()
+    assert project.finish(process).code == 0
+    assert records(project) == list(range(1, 11))
+    assert done(project).count("read 10") == 1
+
+
+def test_a_batch_is_committed_however_long_the_next_one_takes_to_be_read(project: Project) -> None:
+    write_query(project, "if record == 7: hold('go')")
+    process = start_held(project)
+    wait_for(lambda: run_row(project)[2] == 1, "the first batch to be committed")
+    assert records(project) == [1, 2, 3, 4, 5]
+    os.kill(worker_of(process), signal.SIGUSR1)
+    assert project.finish(process).code == 75
+    assert run_row(project) == ("paused", "stop", 1)
+    write_query(project)
+    finish_after(project, 0)
+    assert records(project) == list(range(1, 11))
+
+
+def test_an_error_of_reading_ahead_is_raised_where_its_batch_is_asked_for(project: Project) -> None:
+    write_query(project, "if record == 7: raise OSError('no row 7')")
+    ended = project.run("run", "sync")
+    assert (ended.code, "OSError: no row 7" in ended.err) == (1, True), ended.err
+    assert run_row(project) == ("failed", "", 1)
+    assert done(project)[-1] == "yielded 1"
+    write_query(project)
+    finish_after(project, 0)
+    assert records(project) == list(range(1, 11))
+
+
+def test_what_was_read_ahead_is_not_handed_out_if_the_commit_fails(project: Project) -> None:
+    write_query(project)
+    ended = project.run("run", "sync", env=at("checkpoint.fsync@1=EIO"))
+    assert ended.code == 5
+    assert "Whether it is on the disk cannot be known" in ended.err
+    assert records(project) == [1, 2, 3, 4, 5]
+    assert "yielded 1" not in done(project)
+    finish_after(project, 0)
+
+
+@pytest.mark.parametrize("last", ["--batches", "SIGTERM"])
+def test_nothing_is_read_ahead_of_a_stop(project: Project, last: str) -> None:
+    write_query(project, before_4="hold('go')")
+    process = start_held(project) if last == "SIGTERM" else None
+    if process is not None:
+        os.kill(worker_of(process), signal.SIGTERM)
+    let_go(project)
+    ended = project.finish(process) if process else project.run("run", "sync", last, "1")
+    assert ended.code == 75
+    assert run_row(project) == ("paused", "stop", 1)
+    assert "read 6" not in done(project)
+
+
+def test_the_time_of_reading_ahead_is_counted_as_reading_and_once(project: Project) -> None:
+    spin = "until = time.monotonic() + 0.1\n    while time.monotonic() < until: pass"
+    write_query(project, spin)
+    assert project.run("run", "sync").code == 0
+    assert rows(project, "SELECT read_s > 1, own_s * 3 < read_s FROM run") == [(1, 1, 1)]
+
+
 # --- what cannot be recorded ---------------------------------------------------------------------
 
 

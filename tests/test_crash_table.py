@@ -2,6 +2,7 @@
 
 One job does both kinds of work: a step and a loop with a transactional target, where nothing may
 happen twice, and a loop whose effect is a line in a file, where at most one batch may be repeated.
+The former reads ahead, so that its batches are committed in a thread beside; the latter does not.
 """
 
 import json
@@ -58,10 +59,14 @@ batch_size = 10
 records = {records}
 """
 
-JOB = """\
+JOB = '''\
 import os
 from dataclasses import dataclass
-from batchrun import job
+from batchrun import Query, job
+
+NUMBERS = """WITH RECURSIVE number(record) AS (
+    SELECT 1 UNION ALL SELECT record + 1 FROM number WHERE record < ?
+) SELECT record FROM number"""
 
 @dataclass(frozen=True)
 class Settings:
@@ -75,15 +80,16 @@ def sync(ctx):
     ctx.on_exit(os.close, effects)
     table = "CREATE TABLE stock (record INTEGER NOT NULL)"
     ctx.step("make table", lambda rows: rows.execute(table) and None, target=stock)
-    for batch in ctx.batches(records, name="stock", target=stock):
+    numbers = Query(stock, NUMBERS, key="record", parameters=[ctx.settings.records])
+    for batch in ctx.batches(numbers, name="stock", target=stock):
         with batch.transaction() as rows:
-            rows.executemany("INSERT INTO stock VALUES (?)", [(record,) for record in batch])
+            rows.executemany("INSERT INTO stock VALUES (?)", batch.records)
         yield batch
     for batch in ctx.batches(records, name="effects"):
         for record in batch:
             os.write(effects, f"{record}\\n".encode())
         yield batch
-"""
+'''
 
 # Commits of a run of 30 records: 1 the step, 2 to 4 and 6 to 8 the batches, 5 and 9 loop ends.
 RECORDS, BATCH, COMMITS = 30, 10, 9

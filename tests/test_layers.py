@@ -25,16 +25,16 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Ledger": 2_655,
     "Locks and maintenance": 435,
     "Health": 850,
-    "Jobs": 2_810,
+    "Jobs": 2_835,
     "Operations": 635,
     "Recovery": 1_100,
-    "Worker": 900,
+    "Worker": 945,
     "Supervisor": 1_975,
     "Reports": 1_500,
     "Command line": 1_730,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 17_962  # must stay under
+LINES_IN_ALL = 18_033  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

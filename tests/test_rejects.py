@@ -894,6 +894,7 @@ def test_a_record_of_any_source_is_isolated(shop: Shop, name: str) -> None:
     isolate(shop)
     assert applied(shop) == [str(record) for record in whole if record != whole[6]]
     assert [r["record"] for r in rejects(shop, "sync")] == [repr(whole[6])]
+    assert sizes(shop) == [4, 4, 2, 2, 1, 1, 2, 4, 4, 2]  # also of a source that is read ahead
 
 
 def test_another_record_in_the_place_of_the_bad_one_is_tried_and_not_rejected(shop: Shop) -> None:
