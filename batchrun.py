@@ -12021,7 +12021,10 @@ def in_parallel(call: Callable[[], T], meanwhile: Callable[[], None]) -> T:
             ended.release()
 
     ended.acquire()
-    start_new_thread(run, ())
+    try:
+        start_new_thread(run, ())
+    except RuntimeError:  # there is none to be had
+        run()
     try:
         meanwhile()
     finally:

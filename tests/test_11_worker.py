@@ -423,6 +423,16 @@ def test_what_was_read_ahead_is_not_handed_out_if_the_commit_fails(project: Proj
     finish_after(project, 0)
 
 
+def test_where_no_thread_can_be_had_commit_and_reading_come_one_after_the_other(
+    project: Project,
+) -> None:
+    write_query(project, before_4="__import__('_thread').stack_size(1 << 46)")  # too much for any
+    ended = project.run("run", "sync")
+    assert ended.code == 0, ended.err
+    assert records(project) == list(range(1, 11))
+    assert done(project).count("read 10") == 1
+
+
 @pytest.mark.parametrize("last", ["--batches", "SIGTERM"])
 def test_nothing_is_read_ahead_of_a_stop(project: Project, last: str) -> None:
     write_query(project, before_4="hold('go')")
