@@ -413,11 +413,25 @@ def test_an_error_of_reading_ahead_is_raised_where_its_batch_is_asked_for(projec
     assert records(project) == list(range(1, 11))
 
 
-def test_what_was_read_ahead_is_not_handed_out_if_the_commit_fails(project: Project) -> None:
+@pytest.mark.parametrize(
+    ("point", "words"),
+    [
+        ("file.fsync=ENOSPC", "Disk full: a checkpoint cannot be written to"),
+        ("commit.prepared@1=EIO", "cannot be read or written in"),
+        ("checkpoint.rename@1=EIO", "Whether it is on the disk cannot be known from here"),
+        ("checkpoint.fsync@1=EIO", "Whether it is on the disk cannot be known from here"),
+    ],
+)
+def test_what_was_read_ahead_is_not_handed_out_if_the_commit_fails(
+    project: Project, point: str, words: str
+) -> None:
     write_query(project)
-    ended = project.run("run", "sync", env=at("checkpoint.fsync@1=EIO"))
-    assert ended.code == 5
-    assert "Whether it is on the disk cannot be known" in ended.err
+    ended = project.run("run", "sync", env=at(point))
+    assert ended.code == 5, ended.err
+    assert words in ended.err
+    assert "Traceback" not in ended.err
+    assert list(project.state.rglob("*.tmp")) == []
+    assert run_row(project) == ("interrupted", "", 0)
     assert records(project) == [1, 2, 3, 4, 5]
     assert "yielded 1" not in done(project)
     finish_after(project, 0)

@@ -51,6 +51,7 @@ batch_size = {batch}
 records = {records}
 target = "{target}"
 notes = "{notes}"
+ahead = {ahead}
 """
 
 # The job notes what it sees by making folders: no fault here hits mkdir on a sound disk.
@@ -67,6 +68,7 @@ class Settings:
     records: int
     target: str
     notes: str
+    ahead: bool
 
 
 @job(settings=Settings, version=1)
@@ -74,16 +76,22 @@ def count(ctx: Context[Settings]):
     def note(text):
         os.mkdir(f"{ctx.settings.notes}/{time.monotonic_ns():020d} {text}")
 
-    def read(after, limit):
-        first = (after or 0) + 1
-        return list(range(first, min(first + limit, ctx.settings.records + 1)))
+    class Numbers:
+        reads_ahead = ctx.settings.ahead
+
+        def read(self, after, limit):
+            first = (after or 0) + 1
+            return list(range(first, min(first + limit, ctx.settings.records + 1)))
+
+        def key(self, record):
+            return record
 
     note("begun")
     ctx.on_exit(note, "closed outer")
     stock = ctx.connect("sqlite:" + ctx.settings.target)
     stock.execute("CREATE TABLE IF NOT EXISTS got (key INTEGER NOT NULL)")
     ctx.on_exit(note, "closed inner")
-    for batch in ctx.batches(read, key=lambda record: record, target=stock):
+    for batch in ctx.batches(Numbers(), target=stock):
         note(f"handed {batch.number}")
         with batch.transaction() as rows:
             rows.executemany("INSERT INTO got VALUES (?)", [(key,) for key in batch])
@@ -237,6 +245,9 @@ class Shop:
     target: Path = field(default=Path())
     records: int = RECORDS
     batch: int = BATCH
+    ahead: bool = (
+        False  # whether the source is read ahead, and a batch committed in a thread beside
+    )
     started: int = 0
 
     def __post_init__(self) -> None:
@@ -249,7 +260,8 @@ class Shop:
         if self.target == Path():
             self.target = self.disk / "stock.db"
         places = {"disk": self.disk, "target": self.target, "notes": self.notes}
-        config = CONFIG.format(records=self.records, batch=self.batch, **places)
+        numbers = {"records": self.records, "batch": self.batch, "ahead": str(self.ahead).lower()}
+        config = CONFIG.format(**places, **numbers)
         for name, text in (("batchrun.toml", config), ("jobs/count.py", JOB)):
             (self.folder / name).write_text(text)
             (self.folder / name).chmod(0o600)
@@ -786,7 +798,7 @@ def test_power_cuts_at_random_in_a_long_run_need_no_repair(
     kind: str, rounds: int, tmp_path: Path, mounted_quick: Quick
 ) -> None:
     disk = Disk(tmp_path, kind)
-    shop = Shop(tmp_path / "shop", mounted_quick, disk=disk.folder("d"), records=10**6)
+    shop = Shop(tmp_path / "shop", mounted_quick, disk.folder("d"), records=10**6, ahead=True)
     seed = random.randrange(10**6)  # noqa: S311
     wrong = cut_at_random(shop, disk, rounds * (40 if LONG else 1), seed)
     if wrong:
@@ -1012,7 +1024,7 @@ def test_an_operation_of_sqlite_on_the_ledger_that_fails_loses_nothing(
 ) -> None:
     number, step = 1, 1 if LONG else {"xWrite": 11, "xSync": 4, "xRead": 9}.get(operation, 1)
     while True:
-        shop = Shop(tmp_path / f"{number}", quick)
+        shop = Shop(tmp_path / f"{number}", quick, ahead=True)
         fired = shop.folder / "fired"
         vfs = {"operation": operation, "at": number, "sticky": sticky, "fired": str(fired)}
         shop.start(*RUN, vfs=vfs)
@@ -1163,7 +1175,7 @@ def test_a_full_disk_is_called_that_and_all_goes_on_when_there_is_room(
     for leave_bytes in LEAVE_BYTES:
         disk = place / "d"
         disk.mkdir(mode=0o700)
-        shop = Shop(tmp_path / f"{leave_bytes}", mounted_quick, disk, records=200)
+        shop = Shop(tmp_path / f"{leave_bytes}", mounted_quick, disk, records=200, ahead=True)
         if begun:
             assert shop.run(*RUN, "--batches", "1").code == 75
         before = len(shop.noted())
@@ -1448,7 +1460,7 @@ def test_many_kills_leave_nothing_behind(tmp_path: Path, quick: Quick) -> None:
 
 
 def test_a_long_run_opens_no_more_files_as_it_goes(tmp_path: Path, quick: Quick) -> None:
-    shop = Shop(tmp_path / "shop", quick, records=10**5)
+    shop = Shop(tmp_path / "shop", quick, records=10**5, ahead=True)
     pid = shop.start(*RUN)
 
     def opened_at(batch: int) -> int:
