@@ -11930,7 +11930,7 @@ def only_unfinished(ledger: Ledger) -> Run:
 #
 # What the worker prints and logs goes line by line to the run's log, with time and level: `ctx.log`
 # and `LogStream`. Descriptors 1 and 2 are that file: what a library or a child writes stands there
-# as it is. It may be moved, cut or removed: before each batch the worker sees if it is still there,
+# as it is. It may be moved, cut or removed: at each commit the worker sees if it is still there,
 # and makes it anew. No run fails for its log.
 #
 # An attempt whose ending cannot be recorded (UNRECORDED) says so in its last words: a file without
@@ -12366,6 +12366,7 @@ class Worker:
         else:
             self.gate.request = self._record(commit)
         self._is_recording = False
+        keep_log(self.log_path)
         course.move_to(checkpoint, digest)
         self._armed, self._size = link.following or "", size
         if 0 < self._job_config.recycle_above_bytes < gauges["rss_bytes"]:
@@ -12589,8 +12590,7 @@ class Worker:
         return self._ledger.why_halved(self._run) if found else ""
 
     def pass_gate(self) -> None:
-        """Raise `SafeStop` if the attempt is to end at this safe point; see to its log."""
-        keep_log(self.log_path)
+        """Raise `SafeStop` if the attempt is to end at this safe point."""
         self.gate.require_open()
 
     def stop_is_asked(self) -> bool:
