@@ -1818,10 +1818,28 @@ def period_of(at: str, once_per: str, zone: str) -> str:
 class ConfigKey(NamedTuple):
     """One key of the config file."""
 
-    field: str  # of Config or JobConfig
+    field: str  # of Config, JobConfig, HealthConfig, AlertConfig or Need
     default: object  # as it stands in TOML
     read: Callable[[object], object]  # TOML value to Python value; ValueError says what is wanted
     meaning: str
+
+
+def _key(default: object, read: Callable[[object], object], meaning: str) -> Any:
+    """Declare that a field of a row is a key of the config file; see `_keys_of`."""
+    return default, read, meaning
+
+
+def _switch(meaning: str) -> Any:
+    """Declare a key that is true or false; false unless it is set."""
+    return _key(default=False, read=_yes_or_no, meaning=meaning)
+
+
+def _keys_of(row: Any) -> dict[str, ConfigKey]:
+    """Take the keys that a class of rows declares, by name: its field's without the unit."""
+    declared, row._field_defaults = row._field_defaults, {}
+    suffixes = ("_s", "_bytes", "_given")
+    names = {field: functools.reduce(str.removesuffix, suffixes, field) for field in declared}
+    return {names[field]: ConfigKey(field, *key) for field, key in declared.items()}
 
 
 SCHEMES = ("tcp", "http", "https", "redis", "unix", "sqlite", "postgresql", "postgres")
@@ -1932,96 +1950,12 @@ _JOB_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"  # it becomes a folder's name, an
 
 BATCH_SIZE_MAX = 1_000_000
 
-# One line is one key, and from it come the reading, the messages and the lists that tests compare.
-TOP_KEYS = {
-    "state": ConfigKey("state", "state", _PATH, "folder of ledger, checkpoints, locks and logs"),
-    "jobs_folder": ConfigKey("jobs_folder", "jobs", _PATH, "folder of the job files"),
-    "min_free": ConfigKey("min_free_bytes", "16MB", parse_size, "below it no run starts"),
-    "keep": ConfigKey("keep_s", "90d", parse_duration, "finished runs, then they go; 0: for ever"),
-    "max_maintenance": ConfigKey("max_maintenance_s", "1d", parse_duration, "older is overdue"),
-    "metrics_folder": ConfigKey("metrics_folder", "", _path_or_none, "of node_exporter's files"),
-}
-OPTIONS = {
-    "batch_size": ConfigKey("batch_size", 5000, _whole(1, BATCH_SIZE_MAX), "records, at most"),
-    "stop_grace": ConfigKey("stop_grace_s", "60s", parse_duration, "to reach a safe point in"),
-    "cleanup_timeout": ConfigKey("cleanup_timeout_s", "30s", parse_limit, "of each release"),
-    "call_timeout": ConfigKey("call_timeout_s", "30s", parse_limit, "of each call of an operation"),
-    "settle": ConfigKey("settle_given_s", "", _settling, "until an effect is surely visible"),
-    "max_rejects": ConfigKey("max_rejects", 0, _reject_limit, "of a run that still succeeds"),
-    "isolate": ConfigKey("isolate", default=False, read=_yes_or_no, meaning="find the bad record"),
-    "on_changed_source": ConfigKey(
-        "on_changed_source", "refuse", _one_of("refuse", "fresh"), "what to do"
-    ),
-    "max_fresh": ConfigKey("max_fresh", 2, _whole(0, 1000), "fresh starts in a row, at most"),
-    "max_tries": ConfigKey("max_tries", 5, _whole(1, 1000), "of one batch, then it is poison"),
-    "retry_for": ConfigKey("retry_for_s", "30m", parse_duration, "from the batch's first failure"),
-    "retry_first_wait": ConfigKey("retry_first_wait_s", "1s", parse_duration, "then 4 times that"),
-    "retry_max_wait": ConfigKey("retry_max_wait_s", "5m", parse_duration, "between two tries"),
-    "on_exhausted": ConfigKey(
-        "on_exhausted", "pause", _one_of("pause", "fail", "reject"), "when trying again is over"
-    ),
-    "batch_timeout": ConfigKey("batch_timeout_s", "30m", parse_duration, "to commit in; 0: none"),
-    "recycle_above": ConfigKey("recycle_above_bytes", "0", parse_size, "RSS of a worker; 0: none"),
-    "max_rss": ConfigKey("max_rss_bytes", 0, parse_size, "of the worker; more is bad; 0: no limit"),
-    "max_pause": ConfigKey("max_pause_s", "2h", parse_duration, "to wait until it is well"),
-    "when_blocked": ConfigKey(
-        "when_blocked", "refuse", _one_of("refuse", "defer"), "by maintenance"
-    ),
-    "once_per": ConfigKey(
-        "once_per", "", _one_of("day", "week", "month", ""), "in which one success is enough"
-    ),
-    "zone": ConfigKey("zone", "UTC", _zone, "whose days those are"),
-    "max_remembered": ConfigKey("max_remembered_bytes", "64MB", parse_size, "by one batch"),
-    "critical": ConfigKey("critical", default=False, read=_yes_or_no, meaning="needs a rollback"),
-    "expect_every": ConfigKey("expect_every_s", "0", parse_duration, "a success; else it is late"),
-    "stalled_after": ConfigKey("stalled_after_s", "15m", parse_duration, "without a commit"),
-}
 _NAME = _text(str, r"\S(.{0,62}\S)?", "a name of 1 to 64 characters")
 _WORDS = _listed(_text(str, r"[^\0]+", "text"), "words")
-HEALTH_KEYS = {
-    "sample_interval": ConfigKey("sample_interval_s", "60s", _lasting(0.1), "between two readings"),
-    "check_interval": ConfigKey("check_interval_s", "3m", _lasting(0.1), "between two checks"),
-    "recheck_after": ConfigKey("recheck_after_s", "10s", _lasting(0.1), "a first bad one"),
-    "bad_in_a_row": ConfigKey("bad_in_a_row", 3, _whole(1, 100), "checks that make a factor bad"),
-    "good_in_a_row": ConfigKey("good_in_a_row", 2, _whole(1, 100), "checks that make it good"),
-    "min_available": ConfigKey("min_available_bytes", "64MB", parse_size, "memory; less is bad"),
-    "critical": ConfigKey(
-        "critical", [], _listed(_one_of(*FACTORS), "factors"), "that pause alone"
-    ),
-}
-NEED_KEYS = {
-    "name": ConfigKey("name", "NAME", _NAME, "what it is called in messages; must be given"),
-    "url": ConfigKey("url", "", _url, "where it is"),
-    "timeout": ConfigKey("timeout_s", "5s", _lasting(0.1), "to answer in"),
-    "critical": ConfigKey("critical", False, _yes_or_no, "whether it pauses alone"),  # noqa: FBT003
-    "jobs": ConfigKey("jobs", [], _WORDS, "that need it; none: all"),
-}
-DEPENDENCY_KEYS = NEED_KEYS | {
-    "command": ConfigKey("command", [], _WORDS, "instead of a url; exit 0: well"),
-    "expect": ConfigKey("expect", 200, _whole(100, 599), "HTTP answer"),
-}
-DATABASE_KEYS = NEED_KEYS | {
-    "normal": ConfigKey("normal", 10, _whole(1, 100_000), "connections of a job; more is bad"),
-}
-ALERT_KEYS = {
-    "command": ConfigKey("command", [], _WORDS, "that is given each event as JSON"),
-    "webhook": ConfigKey("webhook", "", _secret_url, "to which each event is posted as JSON"),
-    "header": ConfigKey("header", "", _header, "of the webhook's requests"),
-    "on": ConfigKey("on", [*ALERTS], _listed(_one_of(*ALERTS), "kinds"), "what is told"),
-    "paused_after": ConfigKey(
-        "paused_after_s", "30m", parse_duration, "by health; then it is told"
-    ),
-    "timeout": ConfigKey("timeout_s", "10s", _lasting(0.1), "of each try"),
-}
 _TAGS = _listed(_text(str, _JOB_NAME, "a name like a job's"), "names")
-JOB_KEYS = {
-    "uses": ConfigKey("uses", "NAME", _FUNCTION, "the job's function"),
-    "tags": ConfigKey("tags", [], _TAGS, "names of groups that the job belongs to"),
-    "ping": ConfigKey(
-        "ping", "", _secret_url, "asked for at each start (/start) and end (or /fail)"
-    ),
-    **OPTIONS,
-}
+
+# One line is one key, and from it come the field, the reading, the messages and the lists that
+# tests compare.
 
 
 class Need(NamedTuple):
@@ -2057,17 +1991,33 @@ class Need(NamedTuple):
         return {name: value.strip()} if name else {}
 
 
+NEED_KEYS = {
+    "name": ConfigKey("name", "NAME", _NAME, "what it is called in messages; must be given"),
+    "url": ConfigKey("url", "", _url, "where it is"),
+    "timeout": ConfigKey("timeout_s", "5s", _lasting(0.1), "to answer in"),
+    "critical": ConfigKey("critical", *_switch("whether it pauses alone")),
+    "jobs": ConfigKey("jobs", [], _WORDS, "that need it; none: all"),
+}
+DEPENDENCY_KEYS = NEED_KEYS | {
+    "command": ConfigKey("command", [], _WORDS, "instead of a url; exit 0: well"),
+    "expect": ConfigKey("expect", 200, _whole(100, 599), "HTTP answer"),
+}
+DATABASE_KEYS = NEED_KEYS | {
+    "normal": ConfigKey("normal", 10, _whole(1, 100_000), "connections of a job; more is bad"),
+}
+
+
 class HealthConfig(NamedTuple):
     """The [health] table and what stands below it."""
 
-    sample_interval_s: float
-    check_interval_s: float
-    recheck_after_s: float
-    bad_in_a_row: int
-    good_in_a_row: int
-    min_available_bytes: int
-    critical: tuple[str, ...]
     needs: tuple[Need, ...]
+    sample_interval_s: float = _key("60s", _lasting(0.1), "between two readings")
+    check_interval_s: float = _key("3m", _lasting(0.1), "between two checks")
+    recheck_after_s: float = _key("10s", _lasting(0.1), "a first bad one")
+    bad_in_a_row: int = _key(3, _whole(1, 100), "checks that make a factor bad")
+    good_in_a_row: int = _key(2, _whole(1, 100), "checks that make it good")
+    min_available_bytes: int = _key("64MB", parse_size, "memory; less is bad")
+    critical: tuple[str, ...] = _key([], _listed(_one_of(*FACTORS), "factors"), "that pause alone")
 
     def needs_of(self, job: str | None) -> list[Need]:
         """Return what a job needs; without one what any needs."""
@@ -2077,12 +2027,14 @@ class HealthConfig(NamedTuple):
 class AlertConfig(NamedTuple):
     """The [alerts] table."""
 
-    command: tuple[str, ...]
-    webhook: str | Mapping[str, object]
-    header: str | Mapping[str, object]
-    on: tuple[str, ...]
-    paused_after_s: float
-    timeout_s: float
+    command: tuple[str, ...] = _key([], _WORDS, "that is given each event as JSON")
+    webhook: str | Mapping[str, object] = _key(
+        "", _secret_url, "to which each event is posted as JSON"
+    )
+    header: str | Mapping[str, object] = _key("", _header, "of the webhook's requests")
+    on: tuple[str, ...] = _key([*ALERTS], _listed(_one_of(*ALERTS), "kinds"), "what is told")
+    paused_after_s: float = _key("30m", parse_duration, "by health; then it is told")
+    timeout_s: float = _key("10s", _lasting(0.1), "of each try")
 
     @property
     def way(self) -> Need:
@@ -2103,34 +2055,38 @@ class JobConfig(NamedTuple):
     name: str
     path: Path  # of the job's file: jobs_folder/module.py; it need not exist yet
     settings: Mapping[str, object]  # raw TOML values
-    uses: str
-    tags: tuple[str, ...]
-    ping: str | Mapping[str, object]
-    batch_size: int
-    stop_grace_s: float
-    cleanup_timeout_s: float
-    call_timeout_s: float
-    settle_given_s: float | None  # None: see settle_s
-    max_rejects: RejectLimit
-    isolate: bool
-    on_changed_source: str
-    max_fresh: int
-    max_tries: int
-    retry_for_s: float
-    retry_first_wait_s: float
-    retry_max_wait_s: float
-    on_exhausted: str
-    batch_timeout_s: float
-    recycle_above_bytes: int
-    max_rss_bytes: int
-    max_pause_s: float
-    when_blocked: str
-    once_per: str
-    zone: str
-    max_remembered_bytes: int
-    critical: bool
-    expect_every_s: float
-    stalled_after_s: float
+    uses: str = _key("NAME", _FUNCTION, "the job's function")
+    tags: tuple[str, ...] = _key([], _TAGS, "names of groups that the job belongs to")
+    ping: str | Mapping[str, object] = _key(
+        "", _secret_url, "asked for at each start (/start) and end (or /fail)"
+    )
+    batch_size: int = _key(5000, _whole(1, BATCH_SIZE_MAX), "records, at most")
+    stop_grace_s: float = _key("60s", parse_duration, "to reach a safe point in")
+    cleanup_timeout_s: float = _key("30s", parse_limit, "of each release")
+    call_timeout_s: float = _key("30s", parse_limit, "of each call of an operation")
+    settle_given_s: float | None = _key("", _settling, "until an effect is surely visible")
+    max_rejects: RejectLimit = _key(0, _reject_limit, "of a run that still succeeds")
+    isolate: bool = _switch("find the bad record")
+    on_changed_source: str = _key("refuse", _one_of("refuse", "fresh"), "what to do")
+    max_fresh: int = _key(2, _whole(0, 1000), "fresh starts in a row, at most")
+    max_tries: int = _key(5, _whole(1, 1000), "of one batch, then it is poison")
+    retry_for_s: float = _key("30m", parse_duration, "from the batch's first failure")
+    retry_first_wait_s: float = _key("1s", parse_duration, "then 4 times that")
+    retry_max_wait_s: float = _key("5m", parse_duration, "between two tries")
+    on_exhausted: str = _key(
+        "pause", _one_of("pause", "fail", "reject"), "when trying again is over"
+    )
+    batch_timeout_s: float = _key("30m", parse_duration, "to commit in; 0: none")
+    recycle_above_bytes: int = _key("0", parse_size, "RSS of a worker; 0: none")
+    max_rss_bytes: int = _key(0, parse_size, "of the worker; more is bad; 0: no limit")
+    max_pause_s: float = _key("2h", parse_duration, "to wait until it is well")
+    when_blocked: str = _key("refuse", _one_of("refuse", "defer"), "by maintenance")
+    once_per: str = _key("", _one_of("day", "week", "month", ""), "in which one success is enough")
+    zone: str = _key("UTC", _zone, "whose days those are")
+    max_remembered_bytes: int = _key("64MB", parse_size, "by one batch")
+    critical: bool = _switch("needs a rollback")
+    expect_every_s: float = _key("0", parse_duration, "a success; else it is late")
+    stalled_after_s: float = _key("15m", parse_duration, "without a commit")
 
     @property
     def module(self) -> str:
@@ -2166,12 +2122,12 @@ class Config(NamedTuple):
     jobs: Mapping[str, JobConfig]
     health: HealthConfig
     alerts: AlertConfig
-    state: Path
-    jobs_folder: Path
-    min_free_bytes: int
-    keep_s: float
-    max_maintenance_s: float
-    metrics_folder: Path | None
+    state: Path = _key("state", _PATH, "folder of ledger, checkpoints, locks and logs")
+    jobs_folder: Path = _key("jobs", _PATH, "folder of the job files")
+    min_free_bytes: int = _key("16MB", parse_size, "below it no run starts")
+    keep_s: float = _key("90d", parse_duration, "finished runs, then they go; 0: for ever")
+    max_maintenance_s: float = _key("1d", parse_duration, "older is overdue")
+    metrics_folder: Path | None = _key("", _path_or_none, "of node_exporter's files")
 
     def way(self, name: str, alert: Alert) -> Need | None:
         """Return how an alert is told by the way of that name, if there still is one."""
@@ -2218,6 +2174,9 @@ class Config(NamedTuple):
         return name
 
 
+TOP_KEYS, JOB_KEYS = _keys_of(Config), _keys_of(JobConfig)
+HEALTH_KEYS, ALERT_KEYS = _keys_of(HealthConfig), _keys_of(AlertConfig)
+OPTIONS = {n: key for n, key in JOB_KEYS.items() if n not in ("uses", "tags", "ping")}
 UNIT_MARK = "# Written by "  # what wrote the unit follows, and " of " its configuration
 
 
@@ -2334,7 +2293,7 @@ def _read_health(table: object, jobs: Iterable[str], problems: list[str]) -> Hea
             if isinstance(row, dict):
                 problems += [where + why for why in _need_problems(need, row, taken, jobs)]
                 needs.append(need)
-    return HealthConfig(**{**_defaults(HEALTH_KEYS), **own}, needs=tuple(needs))
+    return HealthConfig(tuple(needs), **{**_defaults(HEALTH_KEYS), **own})
 
 
 def _need_problems(

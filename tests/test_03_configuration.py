@@ -383,7 +383,7 @@ def test_health_has_defaults_and_each_need_is_a_row(tmp_path: Path) -> None:
         )
     )
     health = config.health
-    assert health[:7] == (60, 120, 10, 3, 2, 64_000_000, ("memory",))
+    assert health[1:] == (60, 120, 10, 3, 2, 64_000_000, ("memory",))
     cache, feed, stock = health.needs
     assert (cache.factor, cache.name, cache.timeout_s, cache.critical) == (
         *("dependencies", "cache", 0.5, True),

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 OK, BAD, UNKNOWN = Wellness.OK, Wellness.BAD, Wellness.UNKNOWN
 MB = 1_000_000
-HEALTH = HealthConfig(60, 180, 10, 3, 2, 64 * MB, (), ())
+HEALTH = HealthConfig((), 60, 180, 10, 3, 2, 64 * MB, ())
 CACHE = Need("dependencies", "cache", "tcp://10.0.0.5:6379", 5, critical=False, jobs=())
 STOCK = Need("connections", "stock", "sqlite:stock.db", 5, critical=False, jobs=(), normal=4)
 
