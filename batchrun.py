@@ -1974,21 +1974,37 @@ class Need(NamedTuple):
     body: str = ""  # what it is told: posted to the url, or on the command's stdin
     suffix: str = ""  # of the url
 
-    def address(self, folder: Path) -> str:
-        """Return the url as text, read from elsewhere if it says so; ValueError if it is none."""
-        if isinstance(self.url, str):
-            return self.url + self.suffix
-        text = str(_fetched(dict(self.url), folder))
-        remember_url(text)
-        return str(_url(text)) + self.suffix
+    def resolved(self, folder: Path) -> Need:
+        """Return it with its url and header as text, read from elsewhere if they say so.
 
-    def headers(self, folder: Path) -> dict[str, str]:
-        """Return the header by its name, read from elsewhere if it says so; or ValueError."""
-        text = self.header
-        if not isinstance(text, str):
-            text = _header(_fetched(dict(text), folder))
-        name, _, value = str(text).partition(":")
+        Raises:
+            ValueError: one of them cannot be had, or is not what it should be; says why.
+        """
+        url, header = self.url, self.header
+        if not isinstance(url, str):
+            url = str(_fetched(dict(url), folder))
+            remember_url(url)
+            if not _url(url):
+                raise ValueError("its address is empty")
+        if not isinstance(header, str):
+            header = str(_header(_fetched(dict(header), folder)))
+        return self._replace(url=url + self.suffix, header=header)
+
+    @property
+    def address(self) -> str:
+        """The url, once it is resolved."""
+        return cast("str", self.url)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The header by its name, once it is resolved."""
+        name, _, value = str(self.header).partition(":")
         return {name: value.strip()} if name else {}
+
+    @property
+    def silence(self) -> str:
+        """What is said if no answer comes."""
+        return f"gives no answer within {self.timeout_s:g} s"
 
 
 NEED_KEYS = {
@@ -6716,23 +6732,6 @@ def _rises(values: Sequence[int]) -> bool:
 # -- probes: the process that asks ---------------------------------------------------------------
 
 
-class Question(NamedTuple):
-    """What a probe asks, as JSON from the parent."""
-
-    name: str
-    url: str
-    command: list[str]
-    expect: int
-    timeout_s: float
-    headers: dict[str, str]
-    body: str
-
-    @property
-    def silence(self) -> str:
-        """What is said if no answer comes."""
-        return f"gives no answer within {self.timeout_s:g} s"
-
-
 class Unwell(Exception):
     """An answer came back, and it was not the right one; says which."""
 
@@ -6754,44 +6753,44 @@ def probe_main() -> None:
         with pen:
             write_line(1, json.dumps(answer))
 
-    def ask(question: Question) -> None:
-        tell(answer_to(question, host))
+    def ask(need: Need) -> None:
+        tell(answer_to(need, host))
 
     try:
         with os.fdopen(int(sys.argv[1])) as file:
-            questions = [Question(*row) for row in json.load(file)]
+            needs = [Need(*row) for row in json.load(file)]
         began = host.monotonic()
-        questions.sort(key=attrgetter("timeout_s"))
-        asking = [threading.Thread(target=ask, args=(q,), daemon=True) for q in questions]
+        needs.sort(key=attrgetter("timeout_s"))
+        asking = [threading.Thread(target=ask, args=(n,), daemon=True) for n in needs]
         for thread in asking:
             thread.start()
-        for question, thread in zip(questions, asking, strict=True):
-            thread.join(max(began + question.timeout_s - host.monotonic(), 0))
+        for need, thread in zip(needs, asking, strict=True):
+            thread.join(max(began + need.timeout_s - host.monotonic(), 0))
             if thread.is_alive():
                 passed_s = host.monotonic() - began
-                tell(Answer(question.name, Wellness.BAD, question.silence, passed_s))
+                tell(Answer(need.name, Wellness.BAD, need.silence, passed_s))
     finally:
         os.killpg(0, signal.SIGKILL)  # commands that hang, and this process
 
 
-def answer_to(question: Question, host: Host) -> Answer:
-    """Ask one question and return the answer, whatever happens."""
+def answer_to(need: Need, host: Host) -> Answer:
+    """Ask for one need and return the answer, whatever happens."""
     began, peers = host.monotonic(), list[Peer]()
-    for secret in question.headers.values():
+    for secret in need.headers.values():
         remember_secret(secret)
-    remember_url(question.url)
-    _remember_parts("", question.url)
-    ask = PROBES[question.url.partition(":")[0]]
+    remember_url(need.address)
+    _remember_parts("", need.address)
+    ask = PROBES[need.address.partition(":")[0]]
     try:
-        state, why = Wellness.OK, ask(question, peers)
+        state, why = Wellness.OK, ask(need, peers)
     except TimeoutError:
-        state, why = Wellness.BAD, question.silence
+        state, why = Wellness.BAD, need.silence
     except (NotAsked, ImportError) as error:
         state, why = Wellness.UNKNOWN, f"cannot be asked: {error}"
     except BaseException as error:  # noqa: BLE001 - a driver may raise anything
         state, why = Wellness.BAD, _said_why(error)
     why = mask_secrets(" ".join(why.split()))[:300]
-    return Answer(question.name, state, why, host.monotonic() - began, [*dict.fromkeys(peers)])
+    return Answer(need.name, state, why, host.monotonic() - began, [*dict.fromkeys(peers)])
 
 
 def _said_why(error: BaseException) -> str:
@@ -6812,12 +6811,12 @@ def _said_why(error: BaseException) -> str:
     return f"does not answer as it should: {str(error) or type(error).__name__}"
 
 
-def _connected(question: Question, peers: list[Peer], port: int) -> Any:
+def _connected(need: Need, peers: list[Peer], port: int) -> Any:
     """Connect to the host of a URL and return the socket; note all addresses it has."""
     import socket
     from urllib.parse import urlsplit
 
-    parts = urlsplit(question.url)
+    parts = urlsplit(need.address)
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port or port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -6825,22 +6824,22 @@ def _connected(question: Question, peers: list[Peer], port: int) -> Any:
     peers += dict.fromkeys(Peer(str(address[0]), int(address[1])) for *_, address in found)
     for peer in peers[:-1]:
         with contextlib.suppress(OSError):
-            return socket.create_connection(peer, question.timeout_s)
-    return socket.create_connection(peers[-1], question.timeout_s)
+            return socket.create_connection(peer, need.timeout_s)
+    return socket.create_connection(peers[-1], need.timeout_s)
 
 
-def _ask_tcp(question: Question, peers: list[Peer]) -> str:
-    _connected(question, peers, 0).close()
+def _ask_tcp(need: Need, peers: list[Peer]) -> str:
+    _connected(need, peers, 0).close()
     return "takes connections"
 
 
-def _ask_unix(question: Question, peers: list[Peer]) -> str:
+def _ask_unix(need: Need, peers: list[Peer]) -> str:
     import socket
 
-    path = str(Path(url_path(question.url)).absolute())
+    path = str(Path(url_path(need.address)).absolute())
     peers.append(Peer(path))
     with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(question.timeout_s)
+        client.settimeout(need.timeout_s)
         try:
             client.connect(path)
         except FileNotFoundError:
@@ -6848,12 +6847,12 @@ def _ask_unix(question: Question, peers: list[Peer]) -> str:
     return "takes connections"
 
 
-def _ask_redis(question: Question, peers: list[Peer]) -> str:
+def _ask_redis(need: Need, peers: list[Peer]) -> str:
     from urllib.parse import unquote, urlsplit
 
-    parts = urlsplit(question.url)
+    parts = urlsplit(need.address)
     login = [unquote(part) for part in (parts.username, parts.password) if part]
-    with _connected(question, peers, 6379) as server, server.makefile("rwb") as stream:
+    with _connected(need, peers, 6379) as server, server.makefile("rwb") as stream:
         for words in (["AUTH", *login], ["PING"])[not parts.password :]:
             line = "".join(f"${len(word.encode())}\r\n{word}\r\n" for word in words)
             stream.write(f"*{len(words)}\r\n{line}".encode())
@@ -6864,19 +6863,19 @@ def _ask_redis(question: Question, peers: list[Peer]) -> str:
     return f"answers PING with {reply[1:]}"
 
 
-def _ask_http(question: Question, peers: list[Peer]) -> str:
+def _ask_http(need: Need, peers: list[Peer]) -> str:
     import base64
     import http.client
     from urllib.parse import unquote, urlsplit
 
-    parts = urlsplit(question.url)
+    parts = urlsplit(need.address)
     secure, headers = parts.scheme == "https", {"User-Agent": f"batchrun/{VERSION}"}
-    headers |= {"Content-Type": "application/json"} if question.body else {}
-    headers |= question.headers
+    headers |= {"Content-Type": "application/json"} if need.body else {}
+    headers |= need.headers
     if parts.password is not None:
         login = f"{unquote(parts.username or '')}:{unquote(parts.password)}".encode()
         headers["Authorization"] = f"Basic {base64.b64encode(login).decode()}"
-    server = _connected(question, peers, 443 if secure else 80)
+    server = _connected(need, peers, 443 if secure else 80)
     if secure:
         import ssl
 
@@ -6884,54 +6883,54 @@ def _ask_http(question: Question, peers: list[Peer]) -> str:
     connection = http.client.HTTPConnection(parts.netloc.rpartition("@")[2])
     connection.sock = server
     path = (parts.path or "/") + f"?{parts.query}" * bool(parts.query)
-    method, body = ("POST", question.body.encode()) if question.body else ("GET", None)
+    method, body = ("POST", need.body.encode()) if need.body else ("GET", None)
     connection.request(method, path, body, headers)
     code = connection.getresponse().status
-    if code != question.expect and (question.expect or code // 100 != 2):
-        raise Unwell(f"answers HTTP {code} instead of {question.expect or '2xx'}")
+    if code != need.expect and (need.expect or code // 100 != 2):
+        raise Unwell(f"answers HTTP {code} instead of {need.expect or '2xx'}")
     return f"answers HTTP {code}"
 
 
-def _ask_sqlite(question: Question, peers: list[Peer]) -> str:
-    path = Path(url_path(question.url)).resolve()
+def _ask_sqlite(need: Need, peers: list[Peer]) -> str:
+    path = Path(url_path(need.address)).resolve()
     peers.append(Peer(str(path)))
     if not path.exists():
         raise Unwell("is not there")
     connection = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)
-    connection.set_busy_timeout(int(question.timeout_s * 1000))
+    connection.set_busy_timeout(int(need.timeout_s * 1000))
     count = connection.execute("SELECT count(*) FROM sqlite_schema WHERE type = 'table'").get
     return f"can be read, {count} tables"
 
 
-def _ask_postgres(question: Question, peers: list[Peer]) -> str:
+def _ask_postgres(need: Need, peers: list[Peer]) -> str:
     import socket
     from urllib.parse import urlsplit
 
     import psycopg  # an extra
 
-    if urlsplit(question.url).hostname and "," not in question.url:
-        _connected(question, peers, 5432).close()
+    if urlsplit(need.address).hostname and "," not in need.address:
+        _connected(need, peers, 5432).close()
     try:
-        psycopg.conninfo.conninfo_to_dict(question.url)
+        psycopg.conninfo.conninfo_to_dict(need.address)
     except psycopg.Error:
         raise ValueError from None  # its words quote the address
-    limit_s = max(2, int(question.timeout_s))
-    with psycopg.connect(question.url, autocommit=True, connect_timeout=limit_s) as connection:
+    limit_s = max(2, int(need.timeout_s))
+    with psycopg.connect(need.address, autocommit=True, connect_timeout=limit_s) as connection:
         end = socket.socket(fileno=os.dup(connection.fileno())).getpeername()
         peers.append(Peer(end) if isinstance(end, str) else Peer(*end[:2]))
         connection.execute("SELECT 1")
     return "answers SELECT 1"
 
 
-def _ask_command(question: Question, peers: list[Peer]) -> str:
+def _ask_command(need: Need, peers: list[Peer]) -> str:
     import subprocess
 
     del peers
     pipe, out, told = subprocess.PIPE, subprocess.STDOUT, os.memfd_create("told")
-    write_all(told, question.body.encode())
+    write_all(told, need.body.encode())
     os.lseek(told, 0, os.SEEK_SET)
     try:
-        command = subprocess.Popen(question.command, stdin=told, stdout=pipe, stderr=out)
+        command = subprocess.Popen(need.command, stdin=told, stdout=pipe, stderr=out)
     except OSError as error:
         raise NotAsked(error.strerror) from error
     said, output = b"", cast("IO[bytes]", command.stdout).fileno()
@@ -6945,7 +6944,7 @@ def _ask_command(question: Question, peers: list[Peer]) -> str:
     return ended
 
 
-PROBES: dict[str, Callable[[Question, list[Peer]], str]] = {
+PROBES: dict[str, Callable[[Need, list[Peer]], str]] = {
     "": _ask_command,
     "tcp": _ask_tcp,
     "unix": _ask_unix,
@@ -6972,16 +6971,13 @@ class Inquiry:
         self._host, self._rest = host, b""
         self._process: subprocess.Popen[bytes] | None = None
         self.answers: dict[str, Answer] = {}  # what has come back so far, by the need's name
-        self._waiting: dict[str, Question] = {}
+        self._waiting: dict[str, Need] = {}
         for need in needs:
             try:
-                url, headers = need.address(folder), need.headers(folder)
+                self._waiting[need.name] = need.resolved(folder)
             except ValueError as error:
                 self.answers[need.name] = Answer(need.name, Wellness.UNKNOWN, str(error))
-            else:
-                how = need.expect, need.timeout_s, headers, need.body
-                self._waiting[need.name] = Question(need.name, url, list(need.command), *how)
-        limits = [question.timeout_s for question in self._waiting.values()]
+        limits = [need.timeout_s for need in self._waiting.values()]
         self._until_s = host.monotonic() + PROBE_START_S + max(limits, default=0)
         if self._waiting:
             self._start(folder)

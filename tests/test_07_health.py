@@ -728,6 +728,9 @@ def test_an_address_is_read_each_time_and_unknown_if_it_cannot_be(
     assert said(elsewhere) == "bad: refuses connections"
     monkeypatch.setenv("BATCHRUN_TEST_URL", "gopher://x")
     assert said(elsewhere).startswith("unknown: an address that begins with one of tcp:, http:")
+    monkeypatch.setenv("BATCHRUN_TEST_URL", "")
+    assert said(elsewhere) == "unknown: its address is empty"
+    assert said(elsewhere._replace(suffix="/start")) == "unknown: its address is empty"
 
 
 @pytest.mark.parametrize("url", ["http://h/p/S3CRET TOKEN", "http://h:S3CRETPORT/p", "http://[S3C"])
