@@ -1863,19 +1863,30 @@ def _is_reference(value: object) -> bool:
 
 def _secret_url(value: object) -> str | dict[str, object]:
     """Read the address of a webhook or ping; all of it is masked from now on."""
+    if _is_reference(value):
+        return cast("dict[str, object]", value)
+    for text in _texts_in(value):
+        remember_url(text)
+    if not isinstance(value, str) or (value and not value.startswith(("http://", "https://"))):
+        raise ValueError("an address that begins with http:// or https:// is wanted")
+    return value and require_url(value)
+
+
+def _texts_in(value: object) -> list[str]:
+    """Return each text in a value of TOML, however deep: what is refused may be secret too."""
     if isinstance(value, str):
-        remember_url(value)
-        if value and not value.startswith(("http://", "https://")):
-            raise ValueError("an address that begins with http:// or https:// is wanted")
-    return _url(value)
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for each in inner for text in _texts_in(each)]
 
 
 def _header(value: object) -> str | dict[str, object]:
     """Read a header of HTTP, its value masked from now on, or where it is read from."""
     if _is_reference(value) or value == "":
         return cast("dict[str, object]", value)
+    for each in _texts_in(value):
+        remember_secret(each)
     text = value if isinstance(value, str) else ""
-    remember_secret(text)
     found = re.fullmatch(r"[A-Za-z0-9-]+: *(\S[^\r\n]*)", text)
     if found is None:
         raise ValueError('a header is wanted, "Name: value"')
@@ -1984,7 +1995,7 @@ class Need(NamedTuple):
         if not isinstance(url, str):
             url = str(_fetched(dict(url), folder))
             remember_url(url)
-            if not _url(url):
+            if not (_secret_url if self.factor == "alerts" else _url)(url):
                 raise ValueError("its address is empty")
         if not isinstance(header, str):
             header = str(_header(_fetched(dict(header), folder)))

@@ -731,6 +731,10 @@ def test_an_address_is_read_each_time_and_unknown_if_it_cannot_be(
     monkeypatch.setenv("BATCHRUN_TEST_URL", "")
     assert said(elsewhere) == "unknown: its address is empty"
     assert said(elsewhere._replace(suffix="/start")) == "unknown: its address is empty"
+    monkeypatch.setenv("BATCHRUN_TEST_URL", f"tcp://127.0.0.1:{closed_port()}")
+    assert said(elsewhere._replace(factor="alerts")) == (
+        "unknown: an address that begins with http:// or https:// is wanted"
+    )
 
 
 @pytest.mark.parametrize("url", ["http://h/p/S3CRET TOKEN", "http://h:S3CRETPORT/p", "http://[S3C"])
