@@ -6478,9 +6478,10 @@ class StateDirectory:
 #                  ledger is not as it should be
 #
 # Unknown is not bad. A factor *becomes* bad by `bad_in_a_row` checks in a row, and good again by
-# `good_in_a_row`; an unknown one stays bad if it is. A critical one is bad at once: memory below a
-# quarter of min_available, a disk below min_free, a ledger that cannot be written, a need marked
-# critical, a factor that [health] calls so. The verdict:
+# `good_in_a_row`; an unknown one stays bad if it is. A critical one is bad at once, and stays
+# critical until `good_in_a_row` checks find it only bad. Critical are memory below a quarter of
+# min_available, a disk below min_free, a ledger that cannot be written, a need marked critical, a
+# factor that [health] calls so. The verdict:
 #
 #   pause if and only if two factors or more are bad, or one that is critical
 #
@@ -6646,13 +6647,20 @@ def verdict_of(factors: Iterable[Factor]) -> Verdict:
     return WELL
 
 
+def _badness(factor: Factor | None) -> int:
+    """Return how bad a factor is: 2 if it is critical, 1, 0 if it is good, -1 if nobody knows."""
+    if factor is None or factor.state == Wellness.OK:
+        return 0
+    return -1 if factor.state == Wellness.UNKNOWN else 1 + factor.critical
+
+
 class HealthMonitor:
     """Makes of one check after another a verdict that does not flap."""
 
     def __init__(self, health: HealthConfig, random: Callable[[], float]) -> None:
         self._health, self._random = health, random  # random: from 0 to below 1
         self._bad: dict[str, Factor] = {}  # the factors that have become bad, as last seen so
-        self._in_a_row = dict.fromkeys(FACTORS, 0)  # checks that speak against what a factor is
+        self._in_a_row = dict.fromkeys(FACTORS, (0, 0))  # how bad it was, in how many checks
         self._since_well = 0
         self.verdict = WELL  # the newest
 
@@ -6668,20 +6676,19 @@ class HealthMonitor:
         return self._told(before, factors) if changed else ""
 
     def _take(self, factor: Factor) -> None:
-        """Let one factor become bad or good, if it was so often enough in a row."""
-        name, is_bad, was_bad = factor.name, factor.state == Wellness.BAD, factor.name in self._bad
-        speaks_against = factor.state == Wellness.OK if was_bad else is_bad
-        self._in_a_row[name] = self._in_a_row[name] + 1 if speaks_against else 0
-        most = self._health.good_in_a_row if was_bad else self._health.bad_in_a_row
-        if was_bad and self._in_a_row[name] >= most:
-            del self._bad[name]
-        elif is_bad and (
-            was_bad or factor.critical or factor.wanted or self._in_a_row[name] >= most
-        ):
+        """Let one factor become worse or better, if it was so often enough in a row."""
+        name, was = factor.name, _badness(self._bad.get(factor.name))
+        now, (seen, count) = _badness(factor), self._in_a_row[factor.name]
+        count = count + 1 if now == seen else 1
+        self._in_a_row[name] = now, count
+        most = self._health.good_in_a_row if was else self._health.bad_in_a_row
+        at_once = now > 0 and (now >= was > 0 or factor.critical or factor.wanted)
+        if now < 0 or not (at_once or (now != was and count >= most)):
+            return
+        if now:
             self._bad[name] = factor
         else:
-            return
-        self._in_a_row[name] = 0
+            del self._bad[name]
 
     def _told(self, before: set[str], factors: Sequence[Factor]) -> str:
         """Return the line for a change: what is bad now, or what is well again."""

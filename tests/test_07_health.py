@@ -257,6 +257,15 @@ def test_a_critical_factor_pauses_at_the_first_bad_check() -> None:
     assert pauses(told) == (1, 1)
 
 
+def test_k28_a_factor_that_is_critical_now_and_then_pauses_once_and_not_each_time() -> None:
+    critical, bad = factors_of(BAD, 1, critical=True), factors_of(BAD, 1)
+    assert pauses(watched(*[critical, bad] * 12)) == (1, 0)
+    assert pauses(watched(*[critical, bad, factors_of(OK)] * 8)) == (1, 0)
+    told = watched(critical, bad, bad)
+    alone = "one factor is bad, which alone does not pause: memory: is bad"
+    assert told[1:] == ["-", f"health: go on: {alone}"]
+
+
 def test_a_bad_check_is_made_again_in_seconds_then_more_slowly() -> None:
     monitor = HealthMonitor(HEALTH, lambda: 0.5)
 
