@@ -147,6 +147,9 @@ if not TYPE_CHECKING:
         def _replace(self, **named):  # noqa: ANN003, ANN202
             return type(self)(**(self._asdict() | named))
 
+        def __getnewargs__(self):  # noqa: ANN204 - to be copied, or sent to another process
+            return tuple(self)
+
         def __repr__(self):  # noqa: ANN204
             fields = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items())
             return f"{type(self).__name__}({fields})"
