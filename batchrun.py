@@ -1938,7 +1938,8 @@ def _split_url(url: str) -> tuple[SplitResult, list[int]]:
 
 def url_path(url: str) -> str:
     """Return the path in `unix:PATH` or `sqlite:PATH`; `sqlite:///PATH` is the same."""
-    return url.partition(":")[2].removeprefix("///")
+    scheme, _, path = url.partition(":")
+    return path.removeprefix("///") if scheme == "sqlite" else path  # unix:///PATH is below /
 
 
 def _is_path(value: object) -> bool:

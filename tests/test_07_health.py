@@ -471,7 +471,8 @@ def test_unix_sockets_are_well_refuse_are_full_or_are_not_there(tmp_path: Path) 
     assert said(need("unix:s"), folder=tmp_path) == "bad: is not there"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
-        assert said(need(f"unix:{path}")) == "bad: refuses connections"
+        for url in (f"unix:{path}", f"unix://{path}"):
+            assert said(need(url)) == "bad: refuses connections"
         server.listen(0)
         (found,) = asked(need("unix:s"), folder=tmp_path).values()
         assert (found.state, found.why, found.peers) == (
