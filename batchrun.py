@@ -2898,6 +2898,7 @@ def changed_settings(before: Mapping[str, str], settings: object, folder: Path) 
 
 CHECKPOINT, IMAGE = "batchrun-checkpoint", "batchrun-image"
 FORMAT = 1  # of both
+HEADER_MAX_BYTES = 200
 CHECKPOINT_MAX_BYTES = 1_048_576
 CURSOR_MAX_BYTES = 65_536
 PLAIN_INT_MAX = 2**53
@@ -2962,7 +2963,7 @@ def read_header(kind: str, line: bytes) -> tuple[str, str]:
         BrokenCheckpoint: it is no such header; says why.
         NewerFormat: a newer batchrun wrote it.
     """
-    words = line.decode("ascii", "replace").removesuffix("\n").split(" ")
+    words = line[:HEADER_MAX_BYTES].decode("ascii", "replace").removesuffix("\n").split(" ")
     if line[-1:] != b"\n" or len(words) != 4 or words[0] != kind or not words[1].isdecimal():
         raise BrokenCheckpoint(f"it does not begin with a header of {kind}")
     if int(words[1]) > FORMAT:
@@ -3344,7 +3345,7 @@ class ImageStore:
         """Refuse an image that is not there, or has another header or length than it should."""
         try:
             with os.fdopen(os.open(self.folder / name, READ_PLAIN), "rb") as file:
-                header, size = file.readline(200), os.fstat(file.fileno()).st_size
+                header, size = file.readline(HEADER_MAX_BYTES), os.fstat(file.fileno()).st_size
             _, length = read_header(IMAGE, header)
         except OSError as error:
             raise self._broken(name, error.strerror or "") from error

@@ -137,6 +137,10 @@ def test_a_checkpoint_with_any_bit_flipped_is_refused() -> None:
         (changed(cursor='{"$set": []}'), "its cursor cannot be decoded"),
         (sealed(CONTENT.partition(b"\n")[2], format_="0"), "there never was a format 0"),
         (
+            sealed(b"", format_="9" * 5_000),
+            "it does not begin with a header of batchrun-checkpoint",
+        ),
+        (
             CONTENT.replace(b" 1 ", b" ", 1),
             "it does not begin with a header of batchrun-checkpoint",
         ),
