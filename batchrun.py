@@ -3140,14 +3140,16 @@ def first_hash(ledger: str, run: str, settings: str) -> str:
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> tuple[bytes, str]:
     """Return a checkpoint as its file's bytes, and its hash; CursorError if not read back so."""
-    body = f"{_a_value_a_line(checkpoint._asdict())}\n".encode()
-    content, digest = sealed(CHECKPOINT, body)
     try:
-        why = "" if parse_checkpoint(content)[0] == checkpoint else "it is not the same"
+        body = f"{_a_value_a_line(checkpoint._asdict())}\n".encode()
+        content, digest = sealed(CHECKPOINT, body)
+        if parse_checkpoint(content)[0] == checkpoint:
+            return content, digest
+        why = "it is not the same"
     except BrokenCheckpoint as error:
         why = error.what
-    if not why:
-        return content, digest
+    except ValueError as error:  # half a character, NaN
+        why = str(error)
     raise CursorError(
         f"The checkpoint would not read back as it was written: {why}.",
         unchanged="Nothing was committed.",

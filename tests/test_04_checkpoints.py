@@ -178,6 +178,8 @@ def test_a_newer_format_is_refused_with_the_line_to_type() -> None:
 def test_a_checkpoint_that_could_not_be_read_back_is_not_written() -> None:
     for bad in (
         A._replace(passed=[["step", "big", "x" * 2**20]]),
+        A._replace(passed=[["step", "no text", "\udcff"]]),
+        A._replace(passed=[["step", "no number", float("nan")]]),
         A._replace(totals={}),
         A._replace(cursor="{"),
         A._replace(marks={1: 2}),  # type: ignore[dict-item]
