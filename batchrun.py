@@ -4054,6 +4054,9 @@ class Ledger:
         except apsw.Error as error:
             told = self._connection.system_errno
             raise ledger_letter(error, self.path, self._host, told) from error
+        except UnicodeEncodeError as error:
+            what = f"{error.object!r:.300} is not UTF-8, and cannot be kept or found in the ledger."
+            raise ConfigurationError(what, unchanged="Nothing was changed.") from error
 
     @contextlib.contextmanager
     def _writing(self, run: Run | None = None, generation: int = 0) -> Iterator[None]:

@@ -859,6 +859,18 @@ def test_opening_asks_for_the_version_first(path: Path, monkeypatch: pytest.Monk
     assert not path.exists()
 
 
+def test_text_that_is_not_utf_8_is_a_letter_and_changes_nothing(ledger: Ledger) -> None:
+    said = "'a\\udcffb' is not UTF-8, and cannot be kept or found in the ledger."
+    for verb in (
+        lambda: ledger.runs_like("a\udcffb"),
+        lambda: ledger.note("a person", "noted", "a\udcffb"),
+    ):
+        with pytest.raises(ConfigurationError) as refused:
+            verb()
+        assert refused.value.what == said
+    assert ledger.events() == []
+
+
 def test_a_forked_child_cannot_use_the_ledger_and_the_parent_is_unharmed(ledger: Ledger) -> None:
     admit(ledger)
     child = os.fork()
