@@ -10551,6 +10551,7 @@ class Operations:
         """Return a receipt as JSON; None if it is not the same there."""
         try:
             text = _compact(claim.result)
+            text.encode()  # half a character is none
             return text if _from_json(text)[0] == claim.result else None
         except (TypeError, ValueError, RecursionError):
             return None
