@@ -4295,8 +4295,12 @@ class Ledger:
     def success_since(self, alert: Alert) -> Run | None:
         """Return the newest success of an alert's job, if it came after the alert."""
         run = self.last_success(alert.job or "")
-        newest = run and self._value(int, "SELECT max(id) FROM event WHERE run = ?", run.key)
-        return run if (newest or 0) > alert.event else None
+        return run if self._succeeded_at(run) > alert.event else None
+
+    def _succeeded_at(self, run: Run | None) -> int:
+        """Return the event by which a run succeeded; what is done to it later has others."""
+        sql = "SELECT max(id) FROM event WHERE run = ? AND what LIKE 'succeeded%'"
+        return self._value(int, sql, run and run.key) or 0
 
     def left_open(self, job: str) -> tuple[int, int]:
         """Return how many operations of a job have no outcome, and how many rejects wait."""
@@ -4436,12 +4440,8 @@ class Ledger:
 
     def refused_since_success(self, job: str) -> int:
         """Return how many starts of a job were refused since it last succeeded."""
-        last = self.last_success(job)
-        sql = (
-            "SELECT count(*) FROM event WHERE job = ? AND what LIKE 'refused%' AND id >"
-            " coalesce((SELECT max(id) FROM event WHERE run = ?), 0)"
-        )
-        return self._value(int, sql, job, last and last.key) or 0
+        sql = "SELECT count(*) FROM event WHERE job = ? AND what LIKE 'refused%' AND id > ?"
+        return self._value(int, sql, job, self._succeeded_at(self.last_success(job))) or 0
 
     def barrier(self) -> Barrier | None:
         """Return the barrier that is up, as far as the ledger has met it."""

@@ -814,6 +814,7 @@ def test_refusals_are_counted_since_the_last_success(ledger: Ledger) -> None:
     ledger.settle(run, 1, SUCCEEDED)
     ledger.note("me", "refused: maintenance", job="sync")
     ledger.note("me", "refused: busy", job="another job")
+    ledger.note("ann", "2 rejects dropped", run=run)
     assert ledger.refused_since_success("sync") == 1
     assert [event.what for event in ledger.events(what="refused: m%")] == ["refused: maintenance"]
 
