@@ -6569,18 +6569,18 @@ def memory_factor(
     memory: Memory | None, usage: Usage | None, health: HealthConfig, max_rss_bytes: int = 0
 ) -> Factor:
     """Judge memory: what is left of it, and what the worker uses."""
-    always = "memory" in health.critical
+    state, why = Wellness.UNKNOWN, "what is left cannot be read"
+    if memory:
+        left, limit = size_text(memory.available_bytes), size_text(memory.limit_bytes)
+        why = f"{left} available of {limit} ({memory.source})"
+        if memory.available_bytes * KILL_SHARE < health.min_available_bytes:
+            return Factor("memory", Wellness.BAD, f"{why}, about to be killed", critical=True)
+        low = memory.available_bytes < health.min_available_bytes
+        state = Wellness.BAD if low else Wellness.OK
     if usage and max_rss_bytes and usage.rss_bytes > max_rss_bytes:
-        over = f"the worker uses {size_text(usage.rss_bytes)}, over its max_rss of"
-        return Factor("memory", Wellness.BAD, f"{over} {size_text(max_rss_bytes)}", always)
-    if memory is None:
-        return Factor("memory", Wellness.UNKNOWN, "what is left cannot be read")
-    left, limit = size_text(memory.available_bytes), size_text(memory.limit_bytes)
-    why = f"{left} available of {limit} ({memory.source})"
-    if memory.available_bytes * KILL_SHARE < health.min_available_bytes:
-        return Factor("memory", Wellness.BAD, f"{why}, about to be killed", critical=True)
-    low = memory.available_bytes < health.min_available_bytes
-    return Factor("memory", Wellness.BAD if low else Wellness.OK, why, low and always)
+        used, most = size_text(usage.rss_bytes), size_text(max_rss_bytes)
+        state, why = Wellness.BAD, f"the worker uses {used}, over its max_rss of {most}"
+    return Factor("memory", state, why, state == Wellness.BAD and "memory" in health.critical)
 
 
 def needs_factor(

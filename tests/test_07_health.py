@@ -89,6 +89,14 @@ def test_memory_is_bad_if_the_worker_uses_more_than_its_max_rss() -> None:
     found = memory_factor(plenty, usage(900 * MB), HEALTH, max_rss_bytes=800 * MB)
     assert found == Factor("memory", BAD, "the worker uses 900 MB, over its max_rss of 800 MB")
     assert memory_factor(plenty, usage(900 * MB), HEALTH).state == OK
+    assert memory_factor(None, usage(900 * MB), HEALTH, max_rss_bytes=800 * MB).state == BAD
+
+
+def test_memory_that_is_about_to_be_gone_is_critical_whatever_the_worker_uses() -> None:
+    little = Memory(5 * MB, 512 * MB, "cgroup /x")
+    found = memory_factor(little, usage(900 * MB), HEALTH, max_rss_bytes=800 * MB)
+    assert found == memory_factor(little, None, HEALTH)
+    assert found.critical
 
 
 def test_memory_that_cannot_be_read_is_unknown() -> None:
