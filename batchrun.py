@@ -3751,13 +3751,17 @@ FOUND = """SELECT key, first < ?1 OR stored IS NOT NULL FROM (SELECT key,
     (SELECT min(id) FROM event WHERE run = key
       AND (what LIKE 'succeeded%' OR what LIKE 'cancelled%')) AS final FROM run)
   WHERE first <= ?2 AND (final IS NULL OR final > ?1) ORDER BY key"""
+# The successes of jobs: of whole runs that were not rolled back.
+SUCCESSES = """(SELECT s.key, s.job FROM run s WHERE s.state = 'succeeded' AND s.retry_of IS NULL
+  AND s.rollback_of IS NULL AND NOT EXISTS
+  (SELECT 1 FROM run u WHERE u.rollback_of = s.id AND u.state = 'succeeded'))"""
 # The finished runs that ended before ?1, but what is needed for its own sake; newest first. A run
 # that is only kept for its operations has nothing left.
-PRUNABLE = """SELECT key, id FROM run r
+PRUNABLE = f"""SELECT key, id FROM run r
   WHERE ended_at < ?1
   AND key NOT IN (SELECT max(key) FROM run GROUP BY job)
-  AND (state = 'cancelled' OR EXISTS (SELECT 1 FROM run WHERE job = r.job AND key > r.key
-    AND state = 'succeeded' AND retry_of IS NULL AND rollback_of IS NULL))
+  AND (state = 'cancelled' OR EXISTS
+    (SELECT 1 FROM {SUCCESSES} WHERE job = r.job AND key > r.key))
   AND NOT EXISTS (SELECT 1 FROM reject WHERE run = r.key AND confirmed AND state = 'open')
   AND NOT EXISTS (SELECT 1 FROM cleanup WHERE run = r.key AND done_at IS NULL)
   AND NOT EXISTS (SELECT 1 FROM operation WHERE run = r.key AND outcome IS NULL)
@@ -4135,12 +4139,8 @@ class Ledger:
 
     def last_success(self, job: str) -> Run | None:
         """Return a job's newest whole run that succeeded and was not rolled back."""
-        whole = (
-            "retry_of IS NULL AND rollback_of IS NULL AND NOT EXISTS (SELECT 1 FROM run u"
-            " WHERE u.rollback_of = run.id AND u.state = 'succeeded')"
-        )
-        sql = f"WHERE job = ? AND state = 'succeeded' AND {whole} ORDER BY key DESC LIMIT 1"
-        return self._one(Run, sql, job)
+        newest = f"SELECT key FROM {SUCCESSES} WHERE job = ? ORDER BY key DESC LIMIT 1"
+        return self._one(Run, f"WHERE key = ({newest})", job)
 
     def run_with_id(self, name: str) -> Run | None:
         """Return the run of exactly this id."""
