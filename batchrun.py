@@ -3699,6 +3699,10 @@ MOVE_ON = """UPDATE run SET number = ?3, hash = ?4, checkpoint = ?5,
   WHERE key = ?1 AND generation = ?2 AND number = ?3 - 1 RETURNING request"""
 # What a source was expected to have may be an estimate; at its end it is known.
 READ_WHOLE = "UPDATE run SET expected = read WHERE key = ?1 AND expected IS NOT NULL"
+# What a run (:run) has of commit :number and above, but what that has staged for its rejects.
+TAKE_BACK = """DELETE FROM batch WHERE run = :run AND number >= :number;
+  DELETE FROM reject WHERE run = :run AND number >= :number
+  AND (number, generation) <> (:number, :staged)"""
 # The edge that honours a request clears it; a start outdates a pause, never a cancel. It also takes
 # up a deferred start. From running to reserved it is the same supervisor: nobody started anything.
 # A run that is paused by health is looked after from now on.
@@ -5394,19 +5398,24 @@ class Ledger:
     def adopt(self, checkpoint: Checkpoint, who: str) -> None:
         """Take a run over from its checkpoint alone, as a person decided; see `repair`.
 
-        Rows that the ledger lacks stay lost, and an event says which.
+        Rows that the ledger lacks stay lost, and an event says which; rows of what came after that
+        checkpoint go, as it is done again.
         """
         with self._writing():
             run = self._known_or_made(checkpoint, who)
-            lost = gap_text(run.number + 1, checkpoint.number - 1)
-            generation = max(run.generation, checkpoint.generation + 1)
-            self._set_run(run, generation=generation, number=checkpoint.number - 1)
+            generation, newest = max(run.generation, checkpoint.generation + 1), checkpoint.number
+            self._set_run(run, generation=generation, number=newest - 1)
             self._catch_up(run, checkpoint, who)
-            of_run = (run.key, checkpoint.number)
-            self._sql("DELETE FROM batch WHERE run = ? AND number >= ?", of_run)
-            commit = Commit(checkpoint, *checkpoint_bytes(checkpoint))
-            self._apply_commit(run, commit, generation)
-            self._event(run, who, "repaired", f"checkpoint {checkpoint.number} adopted; {lost}")
+            stays = {"run": run.key, "number": newest, "staged": checkpoint.link["staged"]}
+            self._sql(TAKE_BACK, stays)
+            self._apply_commit(run, Commit(checkpoint, *checkpoint_bytes(checkpoint)), generation)
+            self._confirm_rejects(run, checkpoint)
+            said = f"checkpoint {newest} adopted"
+            if newest > run.number + 1:
+                said += f"; {gap_text(run.number + 1, newest - 1)}"
+            if newest < run.number:
+                said += "; what came after it is done again"
+            self._event(run, who, "repaired", said)
             if run.state in OWNED:
                 self._move(run, RunState.INTERRUPTED, who=who, why="taken over by repair")
 

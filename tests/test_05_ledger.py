@@ -733,6 +733,27 @@ def test_what_is_adopted_from_a_checkpoint_has_ids_above_all_that_it_knows_of(
     ]
 
 
+def test_what_is_adopted_from_an_older_checkpoint_takes_back_what_came_after_it(
+    ledger: Ledger,
+) -> None:
+    run, checkpoints = opened(ledger), list[Checkpoint]()
+    for _ in range(3):
+        rejects = [{"record": f"of {run.number + 1}", "reason": "no sku"}]
+        ledger.stage_rejects(run, 1, run.number + 1, "main", rejects)
+        checkpoints.append(next_checkpoint(ledger, run, rejected=1))
+        ledger.commit(run, Commit(checkpoints[-1], *checkpoint_bytes(checkpoints[-1])), nothing)
+        run = ledger.run(run.key)
+    ledger.adopt(checkpoints[1]._replace(at="2026-01-01T00:00:00.000Z"), "a person")
+    run = ledger.run(run.key)
+    assert (run.number, run.rejected) == (2, 1)
+    assert [row.record for row in ledger.rejects(run)] == ["of 1", "of 2"]
+    (event,) = ledger.events(what="repaired")
+    assert event.why == "checkpoint 2 adopted; what came after it is done again"
+    newer = next_checkpoint(ledger, run)._replace(generation=9)
+    ledger.adopt(newer, "a person")
+    assert ledger.events(what="repaired")[-1].why == "checkpoint 3 adopted"
+
+
 def test_a_fresh_start_cancels_and_begins_in_one_transaction(ledger: Ledger) -> None:
     commit(ledger, opened(ledger))
     fresh = admit(ledger, run_id="r2", fresh=True)
