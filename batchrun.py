@@ -147,6 +147,9 @@ if not TYPE_CHECKING:
         def _replace(self, **named):  # noqa: ANN003, ANN202
             return type(self)(**(self._asdict() | named))
 
+        def __getnewargs__(self):  # noqa: ANN204 - to be copied, or sent to another process
+            return tuple(self)
+
         def __repr__(self):  # noqa: ANN204
             fields = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items())
             return f"{type(self).__name__}({fields})"
@@ -1818,10 +1821,28 @@ def period_of(at: str, once_per: str, zone: str) -> str:
 class ConfigKey(NamedTuple):
     """One key of the config file."""
 
-    field: str  # of Config or JobConfig
+    field: str  # of Config, JobConfig, HealthConfig, AlertConfig or Need
     default: object  # as it stands in TOML
     read: Callable[[object], object]  # TOML value to Python value; ValueError says what is wanted
     meaning: str
+
+
+def _key(default: object, read: Callable[[object], object], meaning: str) -> Any:
+    """Declare that a field of a row is a key of the config file; see `_keys_of`."""
+    return default, read, meaning
+
+
+def _switch(meaning: str) -> Any:
+    """Declare a key that is true or false; false unless it is set."""
+    return _key(default=False, read=_yes_or_no, meaning=meaning)
+
+
+def _keys_of(row: Any) -> dict[str, ConfigKey]:
+    """Take the keys that a class of rows declares, by name: its field's without the unit."""
+    declared, row._field_defaults = row._field_defaults, {}
+    suffixes = ("_s", "_bytes", "_given")
+    names = {field: functools.reduce(str.removesuffix, suffixes, field) for field in declared}
+    return {names[field]: ConfigKey(field, *key) for field, key in declared.items()}
 
 
 SCHEMES = ("tcp", "http", "https", "redis", "unix", "sqlite", "postgresql", "postgres")
@@ -1845,19 +1866,30 @@ def _is_reference(value: object) -> bool:
 
 def _secret_url(value: object) -> str | dict[str, object]:
     """Read the address of a webhook or ping; all of it is masked from now on."""
+    if _is_reference(value):
+        return cast("dict[str, object]", value)
+    for text in _texts_in(value):
+        remember_url(text)
+    if not isinstance(value, str) or (value and not value.startswith(("http://", "https://"))):
+        raise ValueError("an address that begins with http:// or https:// is wanted")
+    return value and require_url(value)
+
+
+def _texts_in(value: object) -> list[str]:
+    """Return each text in a value of TOML, however deep: what is refused may be secret too."""
     if isinstance(value, str):
-        remember_url(value)
-        if value and not value.startswith(("http://", "https://")):
-            raise ValueError("an address that begins with http:// or https:// is wanted")
-    return _url(value)
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for each in inner for text in _texts_in(each)]
 
 
 def _header(value: object) -> str | dict[str, object]:
     """Read a header of HTTP, its value masked from now on, or where it is read from."""
     if _is_reference(value) or value == "":
         return cast("dict[str, object]", value)
+    for each in _texts_in(value):
+        remember_secret(each)
     text = value if isinstance(value, str) else ""
-    remember_secret(text)
     found = re.fullmatch(r"[A-Za-z0-9-]+: *(\S[^\r\n]*)", text)
     if found is None:
         raise ValueError('a header is wanted, "Name: value"')
@@ -1906,7 +1938,8 @@ def _split_url(url: str) -> tuple[SplitResult, list[int]]:
 
 def url_path(url: str) -> str:
     """Return the path in `unix:PATH` or `sqlite:PATH`; `sqlite:///PATH` is the same."""
-    return url.partition(":")[2].removeprefix("///")
+    scheme, _, path = url.partition(":")
+    return path.removeprefix("///") if scheme == "sqlite" else path  # unix:///PATH is below /
 
 
 def _is_path(value: object) -> bool:
@@ -1932,96 +1965,12 @@ _JOB_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"  # it becomes a folder's name, an
 
 BATCH_SIZE_MAX = 1_000_000
 
-# One line is one key, and from it come the reading, the messages and the lists that tests compare.
-TOP_KEYS = {
-    "state": ConfigKey("state", "state", _PATH, "folder of ledger, checkpoints, locks and logs"),
-    "jobs_folder": ConfigKey("jobs_folder", "jobs", _PATH, "folder of the job files"),
-    "min_free": ConfigKey("min_free_bytes", "16MB", parse_size, "below it no run starts"),
-    "keep": ConfigKey("keep_s", "90d", parse_duration, "finished runs, then they go; 0: for ever"),
-    "max_maintenance": ConfigKey("max_maintenance_s", "1d", parse_duration, "older is overdue"),
-    "metrics_folder": ConfigKey("metrics_folder", "", _path_or_none, "of node_exporter's files"),
-}
-OPTIONS = {
-    "batch_size": ConfigKey("batch_size", 5000, _whole(1, BATCH_SIZE_MAX), "records, at most"),
-    "stop_grace": ConfigKey("stop_grace_s", "60s", parse_duration, "to reach a safe point in"),
-    "cleanup_timeout": ConfigKey("cleanup_timeout_s", "30s", parse_limit, "of each release"),
-    "call_timeout": ConfigKey("call_timeout_s", "30s", parse_limit, "of each call of an operation"),
-    "settle": ConfigKey("settle_given_s", "", _settling, "until an effect is surely visible"),
-    "max_rejects": ConfigKey("max_rejects", 0, _reject_limit, "of a run that still succeeds"),
-    "isolate": ConfigKey("isolate", default=False, read=_yes_or_no, meaning="find the bad record"),
-    "on_changed_source": ConfigKey(
-        "on_changed_source", "refuse", _one_of("refuse", "fresh"), "what to do"
-    ),
-    "max_fresh": ConfigKey("max_fresh", 2, _whole(0, 1000), "fresh starts in a row, at most"),
-    "max_tries": ConfigKey("max_tries", 5, _whole(1, 1000), "of one batch, then it is poison"),
-    "retry_for": ConfigKey("retry_for_s", "30m", parse_duration, "from the batch's first failure"),
-    "retry_first_wait": ConfigKey("retry_first_wait_s", "1s", parse_duration, "then 4 times that"),
-    "retry_max_wait": ConfigKey("retry_max_wait_s", "5m", parse_duration, "between two tries"),
-    "on_exhausted": ConfigKey(
-        "on_exhausted", "pause", _one_of("pause", "fail", "reject"), "when trying again is over"
-    ),
-    "batch_timeout": ConfigKey("batch_timeout_s", "30m", parse_duration, "to commit in; 0: none"),
-    "recycle_above": ConfigKey("recycle_above_bytes", "0", parse_size, "RSS of a worker; 0: none"),
-    "max_rss": ConfigKey("max_rss_bytes", 0, parse_size, "of the worker; more is bad; 0: no limit"),
-    "max_pause": ConfigKey("max_pause_s", "2h", parse_duration, "to wait until it is well"),
-    "when_blocked": ConfigKey(
-        "when_blocked", "refuse", _one_of("refuse", "defer"), "by maintenance"
-    ),
-    "once_per": ConfigKey(
-        "once_per", "", _one_of("day", "week", "month", ""), "in which one success is enough"
-    ),
-    "zone": ConfigKey("zone", "UTC", _zone, "whose days those are"),
-    "max_remembered": ConfigKey("max_remembered_bytes", "64MB", parse_size, "by one batch"),
-    "critical": ConfigKey("critical", default=False, read=_yes_or_no, meaning="needs a rollback"),
-    "expect_every": ConfigKey("expect_every_s", "0", parse_duration, "a success; else it is late"),
-    "stalled_after": ConfigKey("stalled_after_s", "15m", parse_duration, "without a commit"),
-}
 _NAME = _text(str, r"\S(.{0,62}\S)?", "a name of 1 to 64 characters")
 _WORDS = _listed(_text(str, r"[^\0]+", "text"), "words")
-HEALTH_KEYS = {
-    "sample_interval": ConfigKey("sample_interval_s", "60s", _lasting(0.1), "between two readings"),
-    "check_interval": ConfigKey("check_interval_s", "3m", _lasting(0.1), "between two checks"),
-    "recheck_after": ConfigKey("recheck_after_s", "10s", _lasting(0.1), "a first bad one"),
-    "bad_in_a_row": ConfigKey("bad_in_a_row", 3, _whole(1, 100), "checks that make a factor bad"),
-    "good_in_a_row": ConfigKey("good_in_a_row", 2, _whole(1, 100), "checks that make it good"),
-    "min_available": ConfigKey("min_available_bytes", "64MB", parse_size, "memory; less is bad"),
-    "critical": ConfigKey(
-        "critical", [], _listed(_one_of(*FACTORS), "factors"), "that pause alone"
-    ),
-}
-NEED_KEYS = {
-    "name": ConfigKey("name", "NAME", _NAME, "what it is called in messages; must be given"),
-    "url": ConfigKey("url", "", _url, "where it is"),
-    "timeout": ConfigKey("timeout_s", "5s", _lasting(0.1), "to answer in"),
-    "critical": ConfigKey("critical", False, _yes_or_no, "whether it pauses alone"),  # noqa: FBT003
-    "jobs": ConfigKey("jobs", [], _WORDS, "that need it; none: all"),
-}
-DEPENDENCY_KEYS = NEED_KEYS | {
-    "command": ConfigKey("command", [], _WORDS, "instead of a url; exit 0: well"),
-    "expect": ConfigKey("expect", 200, _whole(100, 599), "HTTP answer"),
-}
-DATABASE_KEYS = NEED_KEYS | {
-    "normal": ConfigKey("normal", 10, _whole(1, 100_000), "connections of a job; more is bad"),
-}
-ALERT_KEYS = {
-    "command": ConfigKey("command", [], _WORDS, "that is given each event as JSON"),
-    "webhook": ConfigKey("webhook", "", _secret_url, "to which each event is posted as JSON"),
-    "header": ConfigKey("header", "", _header, "of the webhook's requests"),
-    "on": ConfigKey("on", [*ALERTS], _listed(_one_of(*ALERTS), "kinds"), "what is told"),
-    "paused_after": ConfigKey(
-        "paused_after_s", "30m", parse_duration, "by health; then it is told"
-    ),
-    "timeout": ConfigKey("timeout_s", "10s", _lasting(0.1), "of each try"),
-}
 _TAGS = _listed(_text(str, _JOB_NAME, "a name like a job's"), "names")
-JOB_KEYS = {
-    "uses": ConfigKey("uses", "NAME", _FUNCTION, "the job's function"),
-    "tags": ConfigKey("tags", [], _TAGS, "names of groups that the job belongs to"),
-    "ping": ConfigKey(
-        "ping", "", _secret_url, "asked for at each start (/start) and end (or /fail)"
-    ),
-    **OPTIONS,
-}
+
+# One line is one key, and from it come the field, the reading, the messages and the lists that
+# tests compare.
 
 
 class Need(NamedTuple):
@@ -2040,34 +1989,66 @@ class Need(NamedTuple):
     body: str = ""  # what it is told: posted to the url, or on the command's stdin
     suffix: str = ""  # of the url
 
-    def address(self, folder: Path) -> str:
-        """Return the url as text, read from elsewhere if it says so; ValueError if it is none."""
-        if isinstance(self.url, str):
-            return self.url + self.suffix
-        text = str(_fetched(dict(self.url), folder))
-        remember_url(text)
-        return str(_url(text)) + self.suffix
+    def resolved(self, folder: Path) -> Need:
+        """Return it with its url and header as text, read from elsewhere if they say so.
 
-    def headers(self, folder: Path) -> dict[str, str]:
-        """Return the header by its name, read from elsewhere if it says so; or ValueError."""
-        text = self.header
-        if not isinstance(text, str):
-            text = _header(_fetched(dict(text), folder))
-        name, _, value = str(text).partition(":")
+        Raises:
+            ValueError: one of them cannot be had, or is not what it should be; says why.
+        """
+        url, header = self.url, self.header
+        if not isinstance(url, str):
+            url = str(_fetched(dict(url), folder))
+            remember_url(url)
+            if not (_secret_url if self.factor == "alerts" else _url)(url):
+                raise ValueError("its address is empty")
+        if not isinstance(header, str):
+            header = str(_header(_fetched(dict(header), folder)))
+        return self._replace(url=url + self.suffix, header=header)
+
+    @property
+    def address(self) -> str:
+        """The url, once it is resolved."""
+        return cast("str", self.url)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The header by its name, once it is resolved."""
+        name, _, value = str(self.header).partition(":")
         return {name: value.strip()} if name else {}
+
+    @property
+    def silence(self) -> str:
+        """What is said if no answer comes."""
+        return f"gives no answer within {self.timeout_s:g} s"
+
+
+NEED_KEYS = {
+    "name": ConfigKey("name", "NAME", _NAME, "what it is called in messages; must be given"),
+    "url": ConfigKey("url", "", _url, "where it is"),
+    "timeout": ConfigKey("timeout_s", "5s", _lasting(0.1), "to answer in"),
+    "critical": ConfigKey("critical", *_switch("whether it pauses alone")),
+    "jobs": ConfigKey("jobs", [], _WORDS, "that need it; none: all"),
+}
+DEPENDENCY_KEYS = NEED_KEYS | {
+    "command": ConfigKey("command", [], _WORDS, "instead of a url; exit 0: well"),
+    "expect": ConfigKey("expect", 200, _whole(100, 599), "HTTP answer"),
+}
+DATABASE_KEYS = NEED_KEYS | {
+    "normal": ConfigKey("normal", 10, _whole(1, 100_000), "connections of a job; more is bad"),
+}
 
 
 class HealthConfig(NamedTuple):
     """The [health] table and what stands below it."""
 
-    sample_interval_s: float
-    check_interval_s: float
-    recheck_after_s: float
-    bad_in_a_row: int
-    good_in_a_row: int
-    min_available_bytes: int
-    critical: tuple[str, ...]
     needs: tuple[Need, ...]
+    sample_interval_s: float = _key("60s", _lasting(0.1), "between two readings")
+    check_interval_s: float = _key("3m", _lasting(0.1), "between two checks")
+    recheck_after_s: float = _key("10s", _lasting(0.1), "a first bad one")
+    bad_in_a_row: int = _key(3, _whole(1, 100), "checks that make a factor bad")
+    good_in_a_row: int = _key(2, _whole(1, 100), "checks that make it good")
+    min_available_bytes: int = _key("64MB", parse_size, "memory; less is bad")
+    critical: tuple[str, ...] = _key([], _listed(_one_of(*FACTORS), "factors"), "that pause alone")
 
     def needs_of(self, job: str | None) -> list[Need]:
         """Return what a job needs; without one what any needs."""
@@ -2077,12 +2058,14 @@ class HealthConfig(NamedTuple):
 class AlertConfig(NamedTuple):
     """The [alerts] table."""
 
-    command: tuple[str, ...]
-    webhook: str | Mapping[str, object]
-    header: str | Mapping[str, object]
-    on: tuple[str, ...]
-    paused_after_s: float
-    timeout_s: float
+    command: tuple[str, ...] = _key([], _WORDS, "that is given each event as JSON")
+    webhook: str | Mapping[str, object] = _key(
+        "", _secret_url, "to which each event is posted as JSON"
+    )
+    header: str | Mapping[str, object] = _key("", _header, "of the webhook's requests")
+    on: tuple[str, ...] = _key([*ALERTS], _listed(_one_of(*ALERTS), "kinds"), "what is told")
+    paused_after_s: float = _key("30m", parse_duration, "by health; then it is told")
+    timeout_s: float = _key("10s", _lasting(0.1), "of each try")
 
     @property
     def way(self) -> Need:
@@ -2103,34 +2086,38 @@ class JobConfig(NamedTuple):
     name: str
     path: Path  # of the job's file: jobs_folder/module.py; it need not exist yet
     settings: Mapping[str, object]  # raw TOML values
-    uses: str
-    tags: tuple[str, ...]
-    ping: str | Mapping[str, object]
-    batch_size: int
-    stop_grace_s: float
-    cleanup_timeout_s: float
-    call_timeout_s: float
-    settle_given_s: float | None  # None: see settle_s
-    max_rejects: RejectLimit
-    isolate: bool
-    on_changed_source: str
-    max_fresh: int
-    max_tries: int
-    retry_for_s: float
-    retry_first_wait_s: float
-    retry_max_wait_s: float
-    on_exhausted: str
-    batch_timeout_s: float
-    recycle_above_bytes: int
-    max_rss_bytes: int
-    max_pause_s: float
-    when_blocked: str
-    once_per: str
-    zone: str
-    max_remembered_bytes: int
-    critical: bool
-    expect_every_s: float
-    stalled_after_s: float
+    uses: str = _key("NAME", _FUNCTION, "the job's function")
+    tags: tuple[str, ...] = _key([], _TAGS, "names of groups that the job belongs to")
+    ping: str | Mapping[str, object] = _key(
+        "", _secret_url, "asked for at each start (/start) and end (or /fail)"
+    )
+    batch_size: int = _key(5000, _whole(1, BATCH_SIZE_MAX), "records, at most")
+    stop_grace_s: float = _key("60s", parse_duration, "to reach a safe point in")
+    cleanup_timeout_s: float = _key("30s", parse_limit, "of each release")
+    call_timeout_s: float = _key("30s", parse_limit, "of each call of an operation")
+    settle_given_s: float | None = _key("", _settling, "until an effect is surely visible")
+    max_rejects: RejectLimit = _key(0, _reject_limit, "of a run that still succeeds")
+    isolate: bool = _switch("find the bad record")
+    on_changed_source: str = _key("refuse", _one_of("refuse", "fresh"), "what to do")
+    max_fresh: int = _key(2, _whole(0, 1000), "fresh starts in a row, at most")
+    max_tries: int = _key(5, _whole(1, 1000), "of one batch, then it is poison")
+    retry_for_s: float = _key("30m", parse_duration, "from the batch's first failure")
+    retry_first_wait_s: float = _key("1s", parse_duration, "then 4 times that")
+    retry_max_wait_s: float = _key("5m", parse_duration, "between two tries")
+    on_exhausted: str = _key(
+        "pause", _one_of("pause", "fail", "reject"), "when trying again is over"
+    )
+    batch_timeout_s: float = _key("30m", parse_duration, "to commit in; 0: none")
+    recycle_above_bytes: int = _key("0", parse_size, "RSS of a worker; 0: none")
+    max_rss_bytes: int = _key(0, parse_size, "of the worker; more is bad; 0: no limit")
+    max_pause_s: float = _key("2h", parse_duration, "to wait until it is well")
+    when_blocked: str = _key("refuse", _one_of("refuse", "defer"), "by maintenance")
+    once_per: str = _key("", _one_of("day", "week", "month", ""), "in which one success is enough")
+    zone: str = _key("UTC", _zone, "whose days those are")
+    max_remembered_bytes: int = _key("64MB", parse_size, "by one batch")
+    critical: bool = _switch("needs a rollback")
+    expect_every_s: float = _key("0", parse_duration, "a success; else it is late")
+    stalled_after_s: float = _key("15m", parse_duration, "without a commit")
 
     @property
     def module(self) -> str:
@@ -2166,12 +2153,12 @@ class Config(NamedTuple):
     jobs: Mapping[str, JobConfig]
     health: HealthConfig
     alerts: AlertConfig
-    state: Path
-    jobs_folder: Path
-    min_free_bytes: int
-    keep_s: float
-    max_maintenance_s: float
-    metrics_folder: Path | None
+    state: Path = _key("state", _PATH, "folder of ledger, checkpoints, locks and logs")
+    jobs_folder: Path = _key("jobs", _PATH, "folder of the job files")
+    min_free_bytes: int = _key("16MB", parse_size, "below it no run starts")
+    keep_s: float = _key("90d", parse_duration, "finished runs, then they go; 0: for ever")
+    max_maintenance_s: float = _key("1d", parse_duration, "older is overdue")
+    metrics_folder: Path | None = _key("", _path_or_none, "of node_exporter's files")
 
     def way(self, name: str, alert: Alert) -> Need | None:
         """Return how an alert is told by the way of that name, if there still is one."""
@@ -2218,6 +2205,9 @@ class Config(NamedTuple):
         return name
 
 
+TOP_KEYS, JOB_KEYS = _keys_of(Config), _keys_of(JobConfig)
+HEALTH_KEYS, ALERT_KEYS = _keys_of(HealthConfig), _keys_of(AlertConfig)
+OPTIONS = {n: key for n, key in JOB_KEYS.items() if n not in ("uses", "tags", "ping")}
 UNIT_MARK = "# Written by "  # what wrote the unit follows, and " of " its configuration
 
 
@@ -2334,7 +2324,7 @@ def _read_health(table: object, jobs: Iterable[str], problems: list[str]) -> Hea
             if isinstance(row, dict):
                 problems += [where + why for why in _need_problems(need, row, taken, jobs)]
                 needs.append(need)
-    return HealthConfig(**{**_defaults(HEALTH_KEYS), **own}, needs=tuple(needs))
+    return HealthConfig(tuple(needs), **{**_defaults(HEALTH_KEYS), **own})
 
 
 def _need_problems(
@@ -2908,6 +2898,7 @@ def changed_settings(before: Mapping[str, str], settings: object, folder: Path) 
 
 CHECKPOINT, IMAGE = "batchrun-checkpoint", "batchrun-image"
 FORMAT = 1  # of both
+HEADER_MAX_BYTES = 200
 CHECKPOINT_MAX_BYTES = 1_048_576
 CURSOR_MAX_BYTES = 65_536
 PLAIN_INT_MAX = 2**53
@@ -2972,7 +2963,7 @@ def read_header(kind: str, line: bytes) -> tuple[str, str]:
         BrokenCheckpoint: it is no such header; says why.
         NewerFormat: a newer batchrun wrote it.
     """
-    words = line.decode("ascii", "replace").removesuffix("\n").split(" ")
+    words = line[:HEADER_MAX_BYTES].decode("ascii", "replace").removesuffix("\n").split(" ")
     if line[-1:] != b"\n" or len(words) != 4 or words[0] != kind or not words[1].isdecimal():
         raise BrokenCheckpoint(f"it does not begin with a header of {kind}")
     if int(words[1]) > FORMAT:
@@ -3149,14 +3140,16 @@ def first_hash(ledger: str, run: str, settings: str) -> str:
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> tuple[bytes, str]:
     """Return a checkpoint as its file's bytes, and its hash; CursorError if not read back so."""
-    body = f"{_a_value_a_line(checkpoint._asdict())}\n".encode()
-    content, digest = sealed(CHECKPOINT, body)
     try:
-        why = "" if parse_checkpoint(content)[0] == checkpoint else "it is not the same"
+        body = f"{_a_value_a_line(checkpoint._asdict())}\n".encode()
+        content, digest = sealed(CHECKPOINT, body)
+        if parse_checkpoint(content)[0] == checkpoint:
+            return content, digest
+        why = "it is not the same"
     except BrokenCheckpoint as error:
         why = error.what
-    if not why:
-        return content, digest
+    except ValueError as error:  # half a character, NaN
+        why = str(error)
     raise CursorError(
         f"The checkpoint would not read back as it was written: {why}.",
         unchanged="Nothing was committed.",
@@ -3354,7 +3347,7 @@ class ImageStore:
         """Refuse an image that is not there, or has another header or length than it should."""
         try:
             with os.fdopen(os.open(self.folder / name, READ_PLAIN), "rb") as file:
-                header, size = file.readline(200), os.fstat(file.fileno()).st_size
+                header, size = file.readline(HEADER_MAX_BYTES), os.fstat(file.fileno()).st_size
             _, length = read_header(IMAGE, header)
         except OSError as error:
             raise self._broken(name, error.strerror or "") from error
@@ -3706,6 +3699,10 @@ MOVE_ON = """UPDATE run SET number = ?3, hash = ?4, checkpoint = ?5,
   WHERE key = ?1 AND generation = ?2 AND number = ?3 - 1 RETURNING request"""
 # What a source was expected to have may be an estimate; at its end it is known.
 READ_WHOLE = "UPDATE run SET expected = read WHERE key = ?1 AND expected IS NOT NULL"
+# What a run (:run) has of commit :number and above, but what that has staged for its rejects.
+TAKE_BACK = """DELETE FROM batch WHERE run = :run AND number >= :number;
+  DELETE FROM reject WHERE run = :run AND number >= :number
+  AND (number, generation) <> (:number, :staged)"""
 # The edge that honours a request clears it; a start outdates a pause, never a cancel. It also takes
 # up a deferred start. From running to reserved it is the same supervisor: nobody started anything.
 # A run that is paused by health is looked after from now on.
@@ -3758,13 +3755,17 @@ FOUND = """SELECT key, first < ?1 OR stored IS NOT NULL FROM (SELECT key,
     (SELECT min(id) FROM event WHERE run = key
       AND (what LIKE 'succeeded%' OR what LIKE 'cancelled%')) AS final FROM run)
   WHERE first <= ?2 AND (final IS NULL OR final > ?1) ORDER BY key"""
+# The successes of jobs: of whole runs that were not rolled back.
+SUCCESSES = """(SELECT s.key, s.job FROM run s WHERE s.state = 'succeeded' AND s.retry_of IS NULL
+  AND s.rollback_of IS NULL AND NOT EXISTS
+  (SELECT 1 FROM run u WHERE u.rollback_of = s.id AND u.state = 'succeeded'))"""
 # The finished runs that ended before ?1, but what is needed for its own sake; newest first. A run
 # that is only kept for its operations has nothing left.
-PRUNABLE = """SELECT key, id FROM run r
+PRUNABLE = f"""SELECT key, id FROM run r
   WHERE ended_at < ?1
   AND key NOT IN (SELECT max(key) FROM run GROUP BY job)
-  AND (state = 'cancelled' OR EXISTS (SELECT 1 FROM run WHERE job = r.job AND key > r.key
-    AND state = 'succeeded' AND retry_of IS NULL AND rollback_of IS NULL))
+  AND (state = 'cancelled' OR EXISTS
+    (SELECT 1 FROM {SUCCESSES} WHERE job = r.job AND key > r.key))
   AND NOT EXISTS (SELECT 1 FROM reject WHERE run = r.key AND confirmed AND state = 'open')
   AND NOT EXISTS (SELECT 1 FROM cleanup WHERE run = r.key AND done_at IS NULL)
   AND NOT EXISTS (SELECT 1 FROM operation WHERE run = r.key AND outcome IS NULL)
@@ -4061,6 +4062,9 @@ class Ledger:
         except apsw.Error as error:
             told = self._connection.system_errno
             raise ledger_letter(error, self.path, self._host, told) from error
+        except UnicodeEncodeError as error:
+            what = f"{error.object!r:.300} is not UTF-8, and cannot be kept or found in the ledger."
+            raise ConfigurationError(what, unchanged="Nothing was changed.") from error
 
     @contextlib.contextmanager
     def _writing(self, run: Run | None = None, generation: int = 0) -> Iterator[None]:
@@ -4139,12 +4143,8 @@ class Ledger:
 
     def last_success(self, job: str) -> Run | None:
         """Return a job's newest whole run that succeeded and was not rolled back."""
-        whole = (
-            "retry_of IS NULL AND rollback_of IS NULL AND NOT EXISTS (SELECT 1 FROM run u"
-            " WHERE u.rollback_of = run.id AND u.state = 'succeeded')"
-        )
-        sql = f"WHERE job = ? AND state = 'succeeded' AND {whole} ORDER BY key DESC LIMIT 1"
-        return self._one(Run, sql, job)
+        newest = f"SELECT key FROM {SUCCESSES} WHERE job = ? ORDER BY key DESC LIMIT 1"
+        return self._one(Run, f"WHERE key = ({newest})", job)
 
     def run_with_id(self, name: str) -> Run | None:
         """Return the run of exactly this id."""
@@ -4299,8 +4299,12 @@ class Ledger:
     def success_since(self, alert: Alert) -> Run | None:
         """Return the newest success of an alert's job, if it came after the alert."""
         run = self.last_success(alert.job or "")
-        newest = run and self._value(int, "SELECT max(id) FROM event WHERE run = ?", run.key)
-        return run if (newest or 0) > alert.event else None
+        return run if self._succeeded_at(run) > alert.event else None
+
+    def _succeeded_at(self, run: Run | None) -> int:
+        """Return the event by which a run succeeded; what is done to it later has others."""
+        sql = "SELECT max(id) FROM event WHERE run = ? AND what LIKE 'succeeded%'"
+        return self._value(int, sql, run and run.key) or 0
 
     def left_open(self, job: str) -> tuple[int, int]:
         """Return how many operations of a job have no outcome, and how many rejects wait."""
@@ -4440,12 +4444,8 @@ class Ledger:
 
     def refused_since_success(self, job: str) -> int:
         """Return how many starts of a job were refused since it last succeeded."""
-        last = self.last_success(job)
-        sql = (
-            "SELECT count(*) FROM event WHERE job = ? AND what LIKE 'refused%' AND id >"
-            " coalesce((SELECT max(id) FROM event WHERE run = ?), 0)"
-        )
-        return self._value(int, sql, job, last and last.key) or 0
+        sql = "SELECT count(*) FROM event WHERE job = ? AND what LIKE 'refused%' AND id > ?"
+        return self._value(int, sql, job, self._succeeded_at(self.last_success(job))) or 0
 
     def barrier(self) -> Barrier | None:
         """Return the barrier that is up, as far as the ledger has met it."""
@@ -5398,19 +5398,24 @@ class Ledger:
     def adopt(self, checkpoint: Checkpoint, who: str) -> None:
         """Take a run over from its checkpoint alone, as a person decided; see `repair`.
 
-        Rows that the ledger lacks stay lost, and an event says which.
+        Rows that the ledger lacks stay lost, and an event says which; rows of what came after that
+        checkpoint go, as it is done again.
         """
         with self._writing():
             run = self._known_or_made(checkpoint, who)
-            lost = gap_text(run.number + 1, checkpoint.number - 1)
-            generation = max(run.generation, checkpoint.generation + 1)
-            self._set_run(run, generation=generation, number=checkpoint.number - 1)
+            generation, newest = max(run.generation, checkpoint.generation + 1), checkpoint.number
+            self._set_run(run, generation=generation, number=newest - 1)
             self._catch_up(run, checkpoint, who)
-            of_run = (run.key, checkpoint.number)
-            self._sql("DELETE FROM batch WHERE run = ? AND number >= ?", of_run)
-            commit = Commit(checkpoint, *checkpoint_bytes(checkpoint))
-            self._apply_commit(run, commit, generation)
-            self._event(run, who, "repaired", f"checkpoint {checkpoint.number} adopted; {lost}")
+            stays = {"run": run.key, "number": newest, "staged": checkpoint.link["staged"]}
+            self._sql(TAKE_BACK, stays)
+            self._apply_commit(run, Commit(checkpoint, *checkpoint_bytes(checkpoint)), generation)
+            self._confirm_rejects(run, checkpoint)
+            said = f"checkpoint {newest} adopted"
+            if newest > run.number + 1:
+                said += f"; {gap_text(run.number + 1, newest - 1)}"
+            if newest < run.number:
+                said += "; what came after it is done again"
+            self._event(run, who, "repaired", said)
             if run.state in OWNED:
                 self._move(run, RunState.INTERRUPTED, who=who, why="taken over by repair")
 
@@ -6492,9 +6497,10 @@ class StateDirectory:
 #                  ledger is not as it should be
 #
 # Unknown is not bad. A factor *becomes* bad by `bad_in_a_row` checks in a row, and good again by
-# `good_in_a_row`; an unknown one stays bad if it is. A critical one is bad at once: memory below a
-# quarter of min_available, a disk below min_free, a ledger that cannot be written, a need marked
-# critical, a factor that [health] calls so. The verdict:
+# `good_in_a_row`; an unknown one stays bad if it is. A critical one is bad at once, and stays
+# critical until `good_in_a_row` checks find it only bad. Critical are memory below a quarter of
+# min_available, a disk below min_free, a ledger that cannot be written, a need marked critical, a
+# factor that [health] calls so. The verdict:
 #
 #   pause if and only if two factors or more are bad, or one that is critical
 #
@@ -6572,18 +6578,18 @@ def memory_factor(
     memory: Memory | None, usage: Usage | None, health: HealthConfig, max_rss_bytes: int = 0
 ) -> Factor:
     """Judge memory: what is left of it, and what the worker uses."""
-    always = "memory" in health.critical
+    state, why = Wellness.UNKNOWN, "what is left cannot be read"
+    if memory:
+        left, limit = size_text(memory.available_bytes), size_text(memory.limit_bytes)
+        why = f"{left} available of {limit} ({memory.source})"
+        if memory.available_bytes * KILL_SHARE < health.min_available_bytes:
+            return Factor("memory", Wellness.BAD, f"{why}, about to be killed", critical=True)
+        low = memory.available_bytes < health.min_available_bytes
+        state = Wellness.BAD if low else Wellness.OK
     if usage and max_rss_bytes and usage.rss_bytes > max_rss_bytes:
-        over = f"the worker uses {size_text(usage.rss_bytes)}, over its max_rss of"
-        return Factor("memory", Wellness.BAD, f"{over} {size_text(max_rss_bytes)}", always)
-    if memory is None:
-        return Factor("memory", Wellness.UNKNOWN, "what is left cannot be read")
-    left, limit = size_text(memory.available_bytes), size_text(memory.limit_bytes)
-    why = f"{left} available of {limit} ({memory.source})"
-    if memory.available_bytes * KILL_SHARE < health.min_available_bytes:
-        return Factor("memory", Wellness.BAD, f"{why}, about to be killed", critical=True)
-    low = memory.available_bytes < health.min_available_bytes
-    return Factor("memory", Wellness.BAD if low else Wellness.OK, why, low and always)
+        used, most = size_text(usage.rss_bytes), size_text(max_rss_bytes)
+        state, why = Wellness.BAD, f"the worker uses {used}, over its max_rss of {most}"
+    return Factor("memory", state, why, state == Wellness.BAD and "memory" in health.critical)
 
 
 def needs_factor(
@@ -6660,13 +6666,20 @@ def verdict_of(factors: Iterable[Factor]) -> Verdict:
     return WELL
 
 
+def _badness(factor: Factor | None) -> int:
+    """Return how bad a factor is: 2 if it is critical, 1, 0 if it is good, -1 if nobody knows."""
+    if factor is None or factor.state == Wellness.OK:
+        return 0
+    return -1 if factor.state == Wellness.UNKNOWN else 1 + factor.critical
+
+
 class HealthMonitor:
     """Makes of one check after another a verdict that does not flap."""
 
     def __init__(self, health: HealthConfig, random: Callable[[], float]) -> None:
         self._health, self._random = health, random  # random: from 0 to below 1
         self._bad: dict[str, Factor] = {}  # the factors that have become bad, as last seen so
-        self._in_a_row = dict.fromkeys(FACTORS, 0)  # checks that speak against what a factor is
+        self._in_a_row = dict.fromkeys(FACTORS, (0, 0))  # how bad it was, in how many checks
         self._since_well = 0
         self.verdict = WELL  # the newest
 
@@ -6682,20 +6695,19 @@ class HealthMonitor:
         return self._told(before, factors) if changed else ""
 
     def _take(self, factor: Factor) -> None:
-        """Let one factor become bad or good, if it was so often enough in a row."""
-        name, is_bad, was_bad = factor.name, factor.state == Wellness.BAD, factor.name in self._bad
-        speaks_against = factor.state == Wellness.OK if was_bad else is_bad
-        self._in_a_row[name] = self._in_a_row[name] + 1 if speaks_against else 0
-        most = self._health.good_in_a_row if was_bad else self._health.bad_in_a_row
-        if was_bad and self._in_a_row[name] >= most:
-            del self._bad[name]
-        elif is_bad and (
-            was_bad or factor.critical or factor.wanted or self._in_a_row[name] >= most
-        ):
+        """Let one factor become worse or better, if it was so often enough in a row."""
+        name, was = factor.name, _badness(self._bad.get(factor.name))
+        now, (seen, count) = _badness(factor), self._in_a_row[factor.name]
+        count = count + 1 if now == seen else 1
+        self._in_a_row[name] = now, count
+        most = self._health.good_in_a_row if was else self._health.bad_in_a_row
+        at_once = now > 0 and (now >= was > 0 or factor.critical or factor.wanted)
+        if now < 0 or not (at_once or (now != was and count >= most)):
+            return
+        if now:
             self._bad[name] = factor
         else:
-            return
-        self._in_a_row[name] = 0
+            del self._bad[name]
 
     def _told(self, before: set[str], factors: Sequence[Factor]) -> str:
         """Return the line for a change: what is bad now, or what is well again."""
@@ -6757,23 +6769,6 @@ def _rises(values: Sequence[int]) -> bool:
 # -- probes: the process that asks ---------------------------------------------------------------
 
 
-class Question(NamedTuple):
-    """What a probe asks, as JSON from the parent."""
-
-    name: str
-    url: str
-    command: list[str]
-    expect: int
-    timeout_s: float
-    headers: dict[str, str]
-    body: str
-
-    @property
-    def silence(self) -> str:
-        """What is said if no answer comes."""
-        return f"gives no answer within {self.timeout_s:g} s"
-
-
 class Unwell(Exception):
     """An answer came back, and it was not the right one; says which."""
 
@@ -6795,44 +6790,44 @@ def probe_main() -> None:
         with pen:
             write_line(1, json.dumps(answer))
 
-    def ask(question: Question) -> None:
-        tell(answer_to(question, host))
+    def ask(need: Need) -> None:
+        tell(answer_to(need, host))
 
     try:
         with os.fdopen(int(sys.argv[1])) as file:
-            questions = [Question(*row) for row in json.load(file)]
+            needs = [Need(*row) for row in json.load(file)]
         began = host.monotonic()
-        questions.sort(key=attrgetter("timeout_s"))
-        asking = [threading.Thread(target=ask, args=(q,), daemon=True) for q in questions]
+        needs.sort(key=attrgetter("timeout_s"))
+        asking = [threading.Thread(target=ask, args=(n,), daemon=True) for n in needs]
         for thread in asking:
             thread.start()
-        for question, thread in zip(questions, asking, strict=True):
-            thread.join(max(began + question.timeout_s - host.monotonic(), 0))
+        for need, thread in zip(needs, asking, strict=True):
+            thread.join(max(began + need.timeout_s - host.monotonic(), 0))
             if thread.is_alive():
                 passed_s = host.monotonic() - began
-                tell(Answer(question.name, Wellness.BAD, question.silence, passed_s))
+                tell(Answer(need.name, Wellness.BAD, need.silence, passed_s))
     finally:
         os.killpg(0, signal.SIGKILL)  # commands that hang, and this process
 
 
-def answer_to(question: Question, host: Host) -> Answer:
-    """Ask one question and return the answer, whatever happens."""
+def answer_to(need: Need, host: Host) -> Answer:
+    """Ask for one need and return the answer, whatever happens."""
     began, peers = host.monotonic(), list[Peer]()
-    for secret in question.headers.values():
+    for secret in need.headers.values():
         remember_secret(secret)
-    remember_url(question.url)
-    _remember_parts("", question.url)
-    ask = PROBES[question.url.partition(":")[0]]
+    remember_url(need.address)
+    _remember_parts("", need.address)
+    ask = PROBES[need.address.partition(":")[0]]
     try:
-        state, why = Wellness.OK, ask(question, peers)
+        state, why = Wellness.OK, ask(need, peers)
     except TimeoutError:
-        state, why = Wellness.BAD, question.silence
+        state, why = Wellness.BAD, need.silence
     except (NotAsked, ImportError) as error:
         state, why = Wellness.UNKNOWN, f"cannot be asked: {error}"
     except BaseException as error:  # noqa: BLE001 - a driver may raise anything
         state, why = Wellness.BAD, _said_why(error)
     why = mask_secrets(" ".join(why.split()))[:300]
-    return Answer(question.name, state, why, host.monotonic() - began, [*dict.fromkeys(peers)])
+    return Answer(need.name, state, why, host.monotonic() - began, [*dict.fromkeys(peers)])
 
 
 def _said_why(error: BaseException) -> str:
@@ -6853,12 +6848,12 @@ def _said_why(error: BaseException) -> str:
     return f"does not answer as it should: {str(error) or type(error).__name__}"
 
 
-def _connected(question: Question, peers: list[Peer], port: int) -> Any:
+def _connected(need: Need, peers: list[Peer], port: int) -> Any:
     """Connect to the host of a URL and return the socket; note all addresses it has."""
     import socket
     from urllib.parse import urlsplit
 
-    parts = urlsplit(question.url)
+    parts = urlsplit(need.address)
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port or port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -6866,22 +6861,22 @@ def _connected(question: Question, peers: list[Peer], port: int) -> Any:
     peers += dict.fromkeys(Peer(str(address[0]), int(address[1])) for *_, address in found)
     for peer in peers[:-1]:
         with contextlib.suppress(OSError):
-            return socket.create_connection(peer, question.timeout_s)
-    return socket.create_connection(peers[-1], question.timeout_s)
+            return socket.create_connection(peer, need.timeout_s)
+    return socket.create_connection(peers[-1], need.timeout_s)
 
 
-def _ask_tcp(question: Question, peers: list[Peer]) -> str:
-    _connected(question, peers, 0).close()
+def _ask_tcp(need: Need, peers: list[Peer]) -> str:
+    _connected(need, peers, 0).close()
     return "takes connections"
 
 
-def _ask_unix(question: Question, peers: list[Peer]) -> str:
+def _ask_unix(need: Need, peers: list[Peer]) -> str:
     import socket
 
-    path = str(Path(url_path(question.url)).absolute())
+    path = str(Path(url_path(need.address)).absolute())
     peers.append(Peer(path))
     with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(question.timeout_s)
+        client.settimeout(need.timeout_s)
         try:
             client.connect(path)
         except FileNotFoundError:
@@ -6889,12 +6884,12 @@ def _ask_unix(question: Question, peers: list[Peer]) -> str:
     return "takes connections"
 
 
-def _ask_redis(question: Question, peers: list[Peer]) -> str:
+def _ask_redis(need: Need, peers: list[Peer]) -> str:
     from urllib.parse import unquote, urlsplit
 
-    parts = urlsplit(question.url)
+    parts = urlsplit(need.address)
     login = [unquote(part) for part in (parts.username, parts.password) if part]
-    with _connected(question, peers, 6379) as server, server.makefile("rwb") as stream:
+    with _connected(need, peers, 6379) as server, server.makefile("rwb") as stream:
         for words in (["AUTH", *login], ["PING"])[not parts.password :]:
             line = "".join(f"${len(word.encode())}\r\n{word}\r\n" for word in words)
             stream.write(f"*{len(words)}\r\n{line}".encode())
@@ -6905,19 +6900,19 @@ def _ask_redis(question: Question, peers: list[Peer]) -> str:
     return f"answers PING with {reply[1:]}"
 
 
-def _ask_http(question: Question, peers: list[Peer]) -> str:
+def _ask_http(need: Need, peers: list[Peer]) -> str:
     import base64
     import http.client
     from urllib.parse import unquote, urlsplit
 
-    parts = urlsplit(question.url)
+    parts = urlsplit(need.address)
     secure, headers = parts.scheme == "https", {"User-Agent": f"batchrun/{VERSION}"}
-    headers |= {"Content-Type": "application/json"} if question.body else {}
-    headers |= question.headers
+    headers |= {"Content-Type": "application/json"} if need.body else {}
+    headers |= need.headers
     if parts.password is not None:
         login = f"{unquote(parts.username or '')}:{unquote(parts.password)}".encode()
         headers["Authorization"] = f"Basic {base64.b64encode(login).decode()}"
-    server = _connected(question, peers, 443 if secure else 80)
+    server = _connected(need, peers, 443 if secure else 80)
     if secure:
         import ssl
 
@@ -6925,54 +6920,54 @@ def _ask_http(question: Question, peers: list[Peer]) -> str:
     connection = http.client.HTTPConnection(parts.netloc.rpartition("@")[2])
     connection.sock = server
     path = (parts.path or "/") + f"?{parts.query}" * bool(parts.query)
-    method, body = ("POST", question.body.encode()) if question.body else ("GET", None)
+    method, body = ("POST", need.body.encode()) if need.body else ("GET", None)
     connection.request(method, path, body, headers)
     code = connection.getresponse().status
-    if code != question.expect and (question.expect or code // 100 != 2):
-        raise Unwell(f"answers HTTP {code} instead of {question.expect or '2xx'}")
+    if code != need.expect and (need.expect or code // 100 != 2):
+        raise Unwell(f"answers HTTP {code} instead of {need.expect or '2xx'}")
     return f"answers HTTP {code}"
 
 
-def _ask_sqlite(question: Question, peers: list[Peer]) -> str:
-    path = Path(url_path(question.url)).resolve()
+def _ask_sqlite(need: Need, peers: list[Peer]) -> str:
+    path = Path(url_path(need.address)).resolve()
     peers.append(Peer(str(path)))
     if not path.exists():
         raise Unwell("is not there")
     connection = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)
-    connection.set_busy_timeout(int(question.timeout_s * 1000))
+    connection.set_busy_timeout(int(need.timeout_s * 1000))
     count = connection.execute("SELECT count(*) FROM sqlite_schema WHERE type = 'table'").get
     return f"can be read, {count} tables"
 
 
-def _ask_postgres(question: Question, peers: list[Peer]) -> str:
+def _ask_postgres(need: Need, peers: list[Peer]) -> str:
     import socket
     from urllib.parse import urlsplit
 
     import psycopg  # an extra
 
-    if urlsplit(question.url).hostname and "," not in question.url:
-        _connected(question, peers, 5432).close()
+    if urlsplit(need.address).hostname and "," not in need.address:
+        _connected(need, peers, 5432).close()
     try:
-        psycopg.conninfo.conninfo_to_dict(question.url)
+        psycopg.conninfo.conninfo_to_dict(need.address)
     except psycopg.Error:
         raise ValueError from None  # its words quote the address
-    limit_s = max(2, int(question.timeout_s))
-    with psycopg.connect(question.url, autocommit=True, connect_timeout=limit_s) as connection:
+    limit_s = max(2, int(need.timeout_s))
+    with psycopg.connect(need.address, autocommit=True, connect_timeout=limit_s) as connection:
         end = socket.socket(fileno=os.dup(connection.fileno())).getpeername()
         peers.append(Peer(end) if isinstance(end, str) else Peer(*end[:2]))
         connection.execute("SELECT 1")
     return "answers SELECT 1"
 
 
-def _ask_command(question: Question, peers: list[Peer]) -> str:
+def _ask_command(need: Need, peers: list[Peer]) -> str:
     import subprocess
 
     del peers
     pipe, out, told = subprocess.PIPE, subprocess.STDOUT, os.memfd_create("told")
-    write_all(told, question.body.encode())
+    write_all(told, need.body.encode())
     os.lseek(told, 0, os.SEEK_SET)
     try:
-        command = subprocess.Popen(question.command, stdin=told, stdout=pipe, stderr=out)
+        command = subprocess.Popen(need.command, stdin=told, stdout=pipe, stderr=out)
     except OSError as error:
         raise NotAsked(error.strerror) from error
     said, output = b"", cast("IO[bytes]", command.stdout).fileno()
@@ -6986,7 +6981,7 @@ def _ask_command(question: Question, peers: list[Peer]) -> str:
     return ended
 
 
-PROBES: dict[str, Callable[[Question, list[Peer]], str]] = {
+PROBES: dict[str, Callable[[Need, list[Peer]], str]] = {
     "": _ask_command,
     "tcp": _ask_tcp,
     "unix": _ask_unix,
@@ -7013,16 +7008,13 @@ class Inquiry:
         self._host, self._rest = host, b""
         self._process: subprocess.Popen[bytes] | None = None
         self.answers: dict[str, Answer] = {}  # what has come back so far, by the need's name
-        self._waiting: dict[str, Question] = {}
+        self._waiting: dict[str, Need] = {}
         for need in needs:
             try:
-                url, headers = need.address(folder), need.headers(folder)
+                self._waiting[need.name] = need.resolved(folder)
             except ValueError as error:
                 self.answers[need.name] = Answer(need.name, Wellness.UNKNOWN, str(error))
-            else:
-                how = need.expect, need.timeout_s, headers, need.body
-                self._waiting[need.name] = Question(need.name, url, list(need.command), *how)
-        limits = [question.timeout_s for question in self._waiting.values()]
+        limits = [need.timeout_s for need in self._waiting.values()]
         self._until_s = host.monotonic() + PROBE_START_S + max(limits, default=0)
         if self._waiting:
             self._start(folder)
@@ -10568,6 +10560,7 @@ class Operations:
         """Return a receipt as JSON; None if it is not the same there."""
         try:
             text = _compact(claim.result)
+            text.encode()  # half a character is none
             return text if _from_json(text)[0] == claim.result else None
         except (TypeError, ValueError, RecursionError):
             return None

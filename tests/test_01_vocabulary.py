@@ -1,5 +1,8 @@
 """Section 1: every state, edge, exit code and error says what it is."""
 
+import copy
+from collections.abc import Callable
+
 import pytest
 
 from batchrun import (
@@ -9,6 +12,7 @@ from batchrun import (
     TRANSITIONS,
     BatchrunError,
     ExitCode,
+    Reject,
     RunState,
 )
 
@@ -42,3 +46,11 @@ def test_every_error_has_an_exit_code_and_a_sentence(kind: type[BatchrunError]) 
     assert isinstance(kind.exit_code, ExitCode)
     assert kind.exit_code != ExitCode.DONE
     assert (kind.__doc__ or "").strip().endswith(".")
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy])
+def test_a_row_can_be_copied_as_any_tuple(way: Callable[[Reject], Reject]) -> None:
+    row = Reject({"sku": [1]}, "no price", raw=True)
+    copied = way(row)
+    assert copied == row
+    assert (type(copied), copied.record, copied.raw) == (Reject, {"sku": [1]}, True)

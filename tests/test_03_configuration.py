@@ -383,7 +383,7 @@ def test_health_has_defaults_and_each_need_is_a_row(tmp_path: Path) -> None:
         )
     )
     health = config.health
-    assert health[:7] == (60, 120, 10, 3, 2, 64_000_000, ("memory",))
+    assert health[1:] == (60, 120, 10, 3, 2, 64_000_000, ("memory",))
     cache, feed, stock = health.needs
     assert (cache.factor, cache.name, cache.timeout_s, cache.critical) == (
         *("dependencies", "cache", 0.5, True),
@@ -444,6 +444,19 @@ def test_everything_wrong_with_health_is_in_one_letter(tmp_path: Path) -> None:
 
 SPACES = "an address without spaces and control characters is wanted"
 PORT = 'an address with a port from 1 to 65535 or none, "HOST:PORT", is wanted'
+
+
+def test_a_secret_in_a_list_or_a_table_of_its_own_is_refused_and_not_quoted(tmp_path: Path) -> None:
+    text = """
+        [jobs.a]
+        ping = ["https://h/services/T0AB1XYZ/Qwertz99"]
+        [alerts]
+        webhook = { url = "https://h/services/T0AB1XYZ/Qwertz99" }
+        header = ["X-Key: 99Asdfgh"]
+        """
+    found = mask_secrets(letter(tmp_path, text))
+    assert [secret for secret in ("T0AB1XYZ", "Qwertz99", "99Asdfgh") if secret in found] == []
+    assert found.count("an address that begins with http:// or https:// is wanted") == 2
 
 
 @pytest.mark.parametrize(

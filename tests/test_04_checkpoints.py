@@ -137,6 +137,10 @@ def test_a_checkpoint_with_any_bit_flipped_is_refused() -> None:
         (changed(cursor='{"$set": []}'), "its cursor cannot be decoded"),
         (sealed(CONTENT.partition(b"\n")[2], format_="0"), "there never was a format 0"),
         (
+            sealed(b"", format_="9" * 5_000),
+            "it does not begin with a header of batchrun-checkpoint",
+        ),
+        (
             CONTENT.replace(b" 1 ", b" ", 1),
             "it does not begin with a header of batchrun-checkpoint",
         ),
@@ -174,6 +178,8 @@ def test_a_newer_format_is_refused_with_the_line_to_type() -> None:
 def test_a_checkpoint_that_could_not_be_read_back_is_not_written() -> None:
     for bad in (
         A._replace(passed=[["step", "big", "x" * 2**20]]),
+        A._replace(passed=[["step", "no text", "\udcff"]]),
+        A._replace(passed=[["step", "no number", float("nan")]]),
         A._replace(totals={}),
         A._replace(cursor="{"),
         A._replace(marks={1: 2}),  # type: ignore[dict-item]

@@ -733,6 +733,27 @@ def test_what_is_adopted_from_a_checkpoint_has_ids_above_all_that_it_knows_of(
     ]
 
 
+def test_what_is_adopted_from_an_older_checkpoint_takes_back_what_came_after_it(
+    ledger: Ledger,
+) -> None:
+    run, checkpoints = opened(ledger), list[Checkpoint]()
+    for _ in range(3):
+        rejects = [{"record": f"of {run.number + 1}", "reason": "no sku"}]
+        ledger.stage_rejects(run, 1, run.number + 1, "main", rejects)
+        checkpoints.append(next_checkpoint(ledger, run, rejected=1))
+        ledger.commit(run, Commit(checkpoints[-1], *checkpoint_bytes(checkpoints[-1])), nothing)
+        run = ledger.run(run.key)
+    ledger.adopt(checkpoints[1]._replace(at="2026-01-01T00:00:00.000Z"), "a person")
+    run = ledger.run(run.key)
+    assert (run.number, run.rejected) == (2, 1)
+    assert [row.record for row in ledger.rejects(run)] == ["of 1", "of 2"]
+    (event,) = ledger.events(what="repaired")
+    assert event.why == "checkpoint 2 adopted; what came after it is done again"
+    newer = next_checkpoint(ledger, run)._replace(generation=9)
+    ledger.adopt(newer, "a person")
+    assert ledger.events(what="repaired")[-1].why == "checkpoint 3 adopted"
+
+
 def test_a_fresh_start_cancels_and_begins_in_one_transaction(ledger: Ledger) -> None:
     commit(ledger, opened(ledger))
     fresh = admit(ledger, run_id="r2", fresh=True)
@@ -814,6 +835,7 @@ def test_refusals_are_counted_since_the_last_success(ledger: Ledger) -> None:
     ledger.settle(run, 1, SUCCEEDED)
     ledger.note("me", "refused: maintenance", job="sync")
     ledger.note("me", "refused: busy", job="another job")
+    ledger.note("ann", "2 rejects dropped", run=run)
     assert ledger.refused_since_success("sync") == 1
     assert [event.what for event in ledger.events(what="refused: m%")] == ["refused: maintenance"]
 
@@ -857,6 +879,18 @@ def test_opening_asks_for_the_version_first(path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigurationError):
         open_ledger(path, HOST, create=True)
     assert not path.exists()
+
+
+def test_text_that_is_not_utf_8_is_a_letter_and_changes_nothing(ledger: Ledger) -> None:
+    said = "'a\\udcffb' is not UTF-8, and cannot be kept or found in the ledger."
+    for verb in (
+        lambda: ledger.runs_like("a\udcffb"),
+        lambda: ledger.note("a person", "noted", "a\udcffb"),
+    ):
+        with pytest.raises(ConfigurationError) as refused:
+            verb()
+        assert refused.value.what == said
+    assert ledger.events() == []
 
 
 def test_a_forked_child_cannot_use_the_ledger_and_the_parent_is_unharmed(ledger: Ledger) -> None:

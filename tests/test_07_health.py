@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 OK, BAD, UNKNOWN = Wellness.OK, Wellness.BAD, Wellness.UNKNOWN
 MB = 1_000_000
-HEALTH = HealthConfig(60, 180, 10, 3, 2, 64 * MB, (), ())
+HEALTH = HealthConfig((), 60, 180, 10, 3, 2, 64 * MB, ())
 CACHE = Need("dependencies", "cache", "tcp://10.0.0.5:6379", 5, critical=False, jobs=())
 STOCK = Need("connections", "stock", "sqlite:stock.db", 5, critical=False, jobs=(), normal=4)
 
@@ -89,6 +89,14 @@ def test_memory_is_bad_if_the_worker_uses_more_than_its_max_rss() -> None:
     found = memory_factor(plenty, usage(900 * MB), HEALTH, max_rss_bytes=800 * MB)
     assert found == Factor("memory", BAD, "the worker uses 900 MB, over its max_rss of 800 MB")
     assert memory_factor(plenty, usage(900 * MB), HEALTH).state == OK
+    assert memory_factor(None, usage(900 * MB), HEALTH, max_rss_bytes=800 * MB).state == BAD
+
+
+def test_memory_that_is_about_to_be_gone_is_critical_whatever_the_worker_uses() -> None:
+    little = Memory(5 * MB, 512 * MB, "cgroup /x")
+    found = memory_factor(little, usage(900 * MB), HEALTH, max_rss_bytes=800 * MB)
+    assert found == memory_factor(little, None, HEALTH)
+    assert found.critical
 
 
 def test_memory_that_cannot_be_read_is_unknown() -> None:
@@ -255,6 +263,15 @@ def test_a_critical_factor_pauses_at_the_first_bad_check() -> None:
     told = watched(factors_of(BAD, 1, critical=True), *[factors_of(OK)] * 2)
     assert told[0] == "health: pause: a critical factor is bad: memory: is bad"
     assert pauses(told) == (1, 1)
+
+
+def test_k28_a_factor_that_is_critical_now_and_then_pauses_once_and_not_each_time() -> None:
+    critical, bad = factors_of(BAD, 1, critical=True), factors_of(BAD, 1)
+    assert pauses(watched(*[critical, bad] * 12)) == (1, 0)
+    assert pauses(watched(*[critical, bad, factors_of(OK)] * 8)) == (1, 0)
+    told = watched(critical, bad, bad)
+    alone = "one factor is bad, which alone does not pause: memory: is bad"
+    assert told[1:] == ["-", f"health: go on: {alone}"]
 
 
 def test_a_bad_check_is_made_again_in_seconds_then_more_slowly() -> None:
@@ -462,7 +479,8 @@ def test_unix_sockets_are_well_refuse_are_full_or_are_not_there(tmp_path: Path) 
     assert said(need("unix:s"), folder=tmp_path) == "bad: is not there"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
-        assert said(need(f"unix:{path}")) == "bad: refuses connections"
+        for url in (f"unix:{path}", f"unix://{path}"):
+            assert said(need(url)) == "bad: refuses connections"
         server.listen(0)
         (found,) = asked(need("unix:s"), folder=tmp_path).values()
         assert (found.state, found.why, found.peers) == (
@@ -728,6 +746,13 @@ def test_an_address_is_read_each_time_and_unknown_if_it_cannot_be(
     assert said(elsewhere) == "bad: refuses connections"
     monkeypatch.setenv("BATCHRUN_TEST_URL", "gopher://x")
     assert said(elsewhere).startswith("unknown: an address that begins with one of tcp:, http:")
+    monkeypatch.setenv("BATCHRUN_TEST_URL", "")
+    assert said(elsewhere) == "unknown: its address is empty"
+    assert said(elsewhere._replace(suffix="/start")) == "unknown: its address is empty"
+    monkeypatch.setenv("BATCHRUN_TEST_URL", f"tcp://127.0.0.1:{closed_port()}")
+    assert said(elsewhere._replace(factor="alerts")) == (
+        "unknown: an address that begins with http:// or https:// is wanted"
+    )
 
 
 @pytest.mark.parametrize("url", ["http://h/p/S3CRET TOKEN", "http://h:S3CRETPORT/p", "http://[S3C"])

@@ -327,19 +327,19 @@ def test_what_cannot_be_an_operation_is_refused_before_any_call(
     assert shop.effects == {}
 
 
+@pytest.mark.parametrize("receipt", ["{1, 2}", "'half a \\udcff character'"])
 def test_a_receipt_that_is_not_json_is_told_after_the_call_was_recorded(
-    nurse: Nursery, server: Outside, tmp_path: Path
+    receipt: str, nurse: Nursery, server: Outside, tmp_path: Path
 ) -> None:
     shop = Shop(tmp_path / "shop", server, "lookup", records=3)
     shop.write(
         (CLIENT + JOB)
         .replace('return send(s.url, "PUT"', 'return {1: 2} and send(s.url, "PUT"')
-        .replace("s.timeout_s)\n", "s.timeout_s) and {1, 2}\n", 1)
+        .replace("s.timeout_s)\n", f"s.timeout_s) and {receipt}\n", 1)
     )
     assert run(nurse, shop, "run", "push") == 1
-    assert re.search(
-        r"The operation 'push/\d' was done, but its receipt is not JSON: {1, 2}.", said(shop)
-    )
+    what = r"The operation 'push/\d' was done, but its receipt is not JSON: "
+    assert re.search(what + re.escape(receipt), said(shop))
     assert {shop.operations()[key].outcome for key in shop.effects} == {"done"}
     assert shop.open() == []
 

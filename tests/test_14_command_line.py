@@ -852,6 +852,13 @@ def test_a_folder_whose_path_is_not_utf_8_is_refused_in_words(project: Project) 
     assert (ended.code, "is not UTF-8." in ended.err, list(folder.iterdir())) == (2, True, [])
 
 
+def test_words_that_are_not_utf_8_are_refused_in_words(paused: Project) -> None:
+    odd = os.fsdecode(b"a\xffb")
+    for command in ("status", "cancel"):
+        ended = paused.run(command, odd)
+        assert (ended.code, " is not UTF-8, and cannot be kept" in ended.err) == (2, True)
+
+
 # --- doctor ---------------------------------------------------------------------------------------
 
 

@@ -265,6 +265,16 @@ def test_a_run_that_needs_a_person_is_told_once_over_many_ticks_until_it_has_rec
     assert desk.ledger.alerts() == []
 
 
+def test_what_is_done_to_an_older_success_is_no_recovery(desk: Desk) -> None:
+    desk.end(Ending.SUCCEEDED)
+    older = desk.ledger.last_success("sync")
+    desk.end(Ending.RAISED)
+    assert desk.tick() == ["failed"]
+    desk.ledger.note("ann", "2 rejects dropped", "not ours", run=older)
+    assert desk.tick() == ["failed"]
+    assert [alert.kind for alert in desk.ledger.alerts()] == ["failed"]
+
+
 @pytest.mark.parametrize(
     ("ending", "reason"),
     [(Ending.STOPPED, Reason.STOP), (Ending.STOPPED, Reason.PERSON), (Ending.DIED, Reason.NONE)],

@@ -169,6 +169,18 @@ def make_reject(place: Place, run: Run, state: str, retry: Run | None = None) ->
     place.ledger._sql(sql, (run.key, state, retry and retry.key))
 
 
+def test_a_success_stays_that_became_the_newest_as_the_later_ones_were_rolled_back(
+    place: Place,
+) -> None:
+    for name in ("older", "newest", "undone", "undoes"):
+        place.run(name)
+    place.ledger._sql("UPDATE run SET rollback_of = 'undone' WHERE id = 'undoes'")
+    success = place.ledger.last_success("sync")
+    place.prune()
+    assert place.left() == ["newest", "undone", "undoes"]
+    assert place.ledger.last_success("sync") == success
+
+
 def test_a_run_with_an_open_reject_stays_until_it_is_decided(place: Place) -> None:
     run = place.run("rejects")
     place.run("newest")
