@@ -11740,9 +11740,8 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
             why, todo = unknown_text(unknown), reconcile_line(run)
             return Standing(run.state, why, todo, needs_someone=True)
         return Standing(run.state, rolled_back_text(ledger, run), f"batchrun report {run.id}")
-    attempt = ledger.last_attempt(run)
-    if alive := owners_of(run, attempt, host):
-        return owned_standing(run, cast("Attempt", attempt), alive, host)
+    if alive := owners_of(ledger, run, host):
+        return owned_standing(ledger, run, alive, host)
     if run.state in OWNED:
         words = last_error_of(ledger.path.parent / "logs" / run.job / f"{run.id}.log")
         why = "Its processes are gone without a word: killed, or the machine was switched off."
@@ -11774,15 +11773,22 @@ def rolled_back_text(ledger: Ledger, run: Run) -> str:
     return "".join(f"rolled back to batch {r.rollback_to} by run {r.id}" for r in undone[-1:])
 
 
-def living(attempt: Attempt | None, host: Host) -> list[ProcessIdentity]:
-    """Return the recorded processes of an attempt that live: supervisor, worker, or one as both."""
-    recorded = dict.fromkeys([attempt.supervisor, attempt.worker] if attempt else [])
+def in_hand(ledger: Ledger, run: Run | None) -> Attempt | None:
+    """Return the attempt that has a run in hand, by the ledger's word alone; None of one at rest.
+
+    Who made the last attempt of a run at rest may be at another run now, as a tick is. An attempt
+    without an end has its run in hand whatever the state: it calls its cleanups.
+    """
+    last = ledger.last_attempt(run) if run else None
+    is_kept = run is not None and (run.state in OWNED or run.checks_at)
+    return last if last and (is_kept or last.ending is None) else None
+
+
+def owners_of(ledger: Ledger, run: Run | None, host: Host) -> list[ProcessIdentity]:
+    """Return the living processes that have a run in hand: supervisor, worker, or one as both."""
+    attempt = in_hand(ledger, run)
+    recorded = dict.fromkeys((attempt.supervisor, attempt.worker) if attempt else ())
     return [process for process in recorded if process and host.is_alive(process)]
-
-
-def owners_of(run: Run, attempt: Attempt | None, host: Host) -> list[ProcessIdentity]:
-    """Return the living processes that own a run, or keep it until it is well."""
-    return living(attempt, host) if run.state in OWNED or run.checks_at else []
 
 
 def stopped_owner(owners: Iterable[ProcessIdentity], host: Host) -> tuple[str, str] | None:
@@ -11811,9 +11817,10 @@ NEXT_WHILE_ASKED: dict[str | None, str] = {
 
 
 def owned_standing(
-    run: Run, attempt: Attempt, alive: Sequence[ProcessIdentity], host: Host
+    ledger: Ledger, run: Run, alive: Sequence[ProcessIdentity], host: Host
 ) -> Standing:
     """Return how a run stands that living processes own."""
+    attempt = cast("Attempt", ledger.last_attempt(run))
     if held := stopped_owner(alive, host):
         return Standing(run.state, *held, needs_someone=True)
     if alive[0] != attempt.supervisor:
@@ -11835,7 +11842,7 @@ def stalled(ledger: Ledger, job: JobConfig, run: Run | None, host: Host) -> Find
     attempt = ledger.last_attempt(run) if run and run.state in OWNED else None
     if run is None or attempt is None or not job.stalled_after_s:
         return None
-    alive = owners_of(run, attempt, host)
+    alive = owners_of(ledger, run, host)
     held = stopped_owner(alive[::-1], host)  # the worker first
     newest = ledger.commit_row(run, run.number)
     quiet_s = seconds_between(max(attempt.began_at, newest.at if newest else ""), host.now())
@@ -13341,13 +13348,11 @@ class Supervisor:
         self._stops.look()
         while not self._stops.count and not self._lock.acquire():
             waited_s = self._host.monotonic() - began_s
-            run = self._ledger.unfinished(self._launch.job)
-            attempt = self._ledger.last_attempt(run) if run else None
-            is_owned = run is not None and (run.state in OWNED or run.checks_at)
+            attempt = in_hand(self._ledger, self._ledger.unfinished(self._launch.job))
             is_orphaned = attempt is not None and not self._host.is_alive(attempt.supervisor)
-            is_brief = defers and not is_owned and waited_s < DEFER_WAIT_S
+            is_brief = defers and attempt is None and waited_s < DEFER_WAIT_S
             if not is_brief and (not is_orphaned or waited_s > self._job_config.stop_grace_s):
-                raise self._busy(attempt)
+                raise self._busy()
             if not is_brief and not told:
                 owners = ", ".join(map(str, self._lock.owners(self._host)))
                 said = f"waiting for pid {owners}, which a killed supervisor left behind"
@@ -13361,9 +13366,10 @@ class Supervisor:
         """Have `systemctl status` show what the run does now."""
         self._host.systemd.show(mask_secrets(f"{self._launch.job}: {doing}"))
 
-    def _busy(self, attempt: Attempt | None) -> Busy:
+    def _busy(self) -> Busy:
         """Record the refused start and return the letter that names who is in the way."""
-        alive = living(attempt, self._host)
+        run = self._ledger.unfinished(self._launch.job)
+        attempt, alive = in_hand(self._ledger, run), owners_of(self._ledger, run, self._host)
         who = processes_text(alive or holders(self._lock, self._host), self._host)
         times = self._ledger.refused_since_success(self._launch.job) + 1
         since = f", since {attempt.began_at}" if attempt else ""
@@ -13371,7 +13377,6 @@ class Supervisor:
         run_it = "run it" if " and " in who else "runs it"
         what = f"{self._launch.job} is busy: {who} {run_it}{since}.{again}"
         self._ledger.note(self._who, "refused: busy", what, job=self._launch.job)
-        run = self._ledger.unfinished(self._launch.job)
         unchanged = "Nothing was started; the refusal is recorded."
         if stuck := stalled(self._ledger, self._job_config, run, self._host):
             to = "let it go on" if stuck.todo.startswith("kill -CONT") else "end it"
@@ -14281,7 +14286,8 @@ class Stopper:
         while not self._has_stopped(host):
             waited_s = host.monotonic() - began
             known = {p for p in known.union(self._owners(host)) if host.is_alive(p)}
-            words = f"waiting for {processes_text(known, host, aged=False)}"
+            blocks = known or holders(self._lock, host)
+            words = f"waiting for {processes_text(blocks, host, aged=False)}"
             if words != told:
                 say(words)
             told = words
@@ -14311,7 +14317,7 @@ class Stopper:
 
     def _owners(self, host: Host) -> list[ProcessIdentity]:
         """Return the living owners: those recorded, and what holds the lock below them."""
-        alive = living(self._ledger.last_attempt(self._run), host)
+        alive = owners_of(self._ledger, self._run, host)
         below = {pid for process in alive for pid in host.children(process.pid)}
         below |= {pid for child in below for pid in host.children(child)}
         held = holders(self._lock, host)
@@ -14634,10 +14640,10 @@ class Drainer:
 
     def _is_free(self, run: Run) -> bool:
         """Tell whether nobody can write to a run any more; its lock is the proof."""
-        run, attempt = self._ledger.run(run.key), self._ledger.last_attempt(run)
-        if attempt is None:
+        run = self._ledger.run(run.key)
+        if self._ledger.last_attempt(run) is None:
             return True
-        if living_owners(run, attempt, self._host):
+        if owners_of(self._ledger, run, self._host):
             return False
         with holding(JobLock(self._state.lock_path(run.job))) as is_free:
             if is_free:
@@ -14653,17 +14659,17 @@ class Drainer:
             if not wish.finish and run.request is None and run.state in OWNED:
                 self._ledger.ask_to_drain(run, self._who)
             if wish.interrupts and late_s >= 0:
-                self._interrupt(run, cast("Attempt", self._ledger.last_attempt(run)))
+                self._interrupt(run)
 
-    def _interrupt(self, run: Run, attempt: Attempt) -> None:
+    def _interrupt(self, run: Run) -> None:
         """Send the supervisor two stops, far enough apart; a worker without one, its own."""
-        supervisor, worker, alive = attempt.supervisor, attempt.worker, self._host.is_alive
-        if alive(supervisor):
-            self._send(run, supervisor, signal.SIGTERM, 1)
-            if self._host.monotonic() > self._sent[supervisor, 1] + SECOND_STOP_AFTER_S:
-                self._send(run, supervisor, signal.SIGTERM, 2)
-        elif worker and alive(worker):
-            self._send(run, worker, signal.SIGUSR1, 1)
+        attempt = cast("Attempt", self._ledger.last_attempt(run))
+        for owner in owners_of(self._ledger, run, self._host)[:1]:
+            is_supervisor = owner == attempt.supervisor
+            self._send(run, owner, signal.SIGTERM if is_supervisor else signal.SIGUSR1, 1)
+            since_s = self._host.monotonic() - self._sent[owner, 1]
+            if is_supervisor and since_s > SECOND_STOP_AFTER_S:
+                self._send(run, owner, signal.SIGTERM, 2)
 
     def _send(self, run: Run, to: ProcessIdentity, number: signal.Signals, stop: int) -> None:
         """Send a stop to a run's owner, each once, and leave a row of it."""
@@ -14742,7 +14748,7 @@ class Drainer:
         """Return how a run stands, without taking its lock."""
         attempt, owners = self._ledger.last_attempt(run), list[ProcessIdentity]()
         if attempt is not None and run.key not in self._free:
-            owners = living_owners(run, attempt, self._host)
+            owners = owners_of(self._ledger, run, self._host)
             held = holders(JobLock(self._state.lock_path(run.job)), self._host)
             owners += [each for each in held if each not in owners]
         return Drained(
@@ -14768,15 +14774,6 @@ class Drainer:
             return self._stops.exit_code()
         stuck = any(each.frozen or each.stands == "orphaned" for each in account.runs)
         return ExitCode.PERSON_NEEDED if stuck or wish.interrupts else ExitCode.BUSY
-
-
-def living_owners(run: Run, attempt: Attempt, host: Host) -> list[ProcessIdentity]:
-    """Return the recorded processes that may still write to a run.
-
-    The supervisor of a run at rest may be at another one: the tick begins one after another.
-    """
-    is_there = run.state in OWNED
-    return [each for each in living(attempt, host) if is_there or each == attempt.worker]
 
 
 def drained_as(run: Run, attempt: Attempt | None, owners: Sequence[ProcessIdentity]) -> str:
@@ -15365,8 +15362,7 @@ def frame(head: list[str], tail: list[str], columns: int, rows: int) -> list[str
 def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
     """Return what the screen about one run has beyond its line in the table."""
     attempts, times = ledger.attempts(run), ledger.batch_times(run)
-    last = ledger.commit_row(run, run.number)
-    owners = owners_of(run, attempts[-1] if attempts else None, host)
+    last, owners = ledger.commit_row(run, run.number), owners_of(ledger, run, host)
     reading, check = ledger.readings(run, 1), ledger.health_checks(run, 1)
     return {
         "owners": processes_text(owners, host) if owners else "",
@@ -16950,7 +16946,7 @@ def screen_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
     Of one that rests its job's file is imported to know that, if it is this user's own.
     """
     leaks, obstacles = [event.why for event in ledger.events(run, what=LEAK)], list[str]()
-    if run.finished or owners_of(run, ledger.last_attempt(run), app.host):
+    if run.finished or owners_of(ledger, run, app.host):
         return {"leaks": leaks}
     with contextlib.suppress(OSError):
         if holders := JobLock(app.state.lock_path(run.job)).owners(app.host):
@@ -17072,7 +17068,7 @@ def log_lines(app: App, name: str, *, follow: bool) -> Iterator[LogLine]:
         with app.ledger(write=False) as ledger:  # never kept open: that would keep the WAL
             run = app.find_run(ledger, name)
             events = ledger.events(run, after=seen)
-            goes_on = follow and bool(owners_of(run, ledger.last_attempt(run), app.host))
+            goes_on = follow and bool(owners_of(ledger, run, app.host))
         name, seen = run.id, events[-1].id if events else seen
         log = log or LogFile(app.state.log_path(run), run.created_at)
         lines = log.new_lines(to_end=not goes_on)
