@@ -11401,6 +11401,17 @@ def is_a_copy(path: Path) -> bool:
 PRUNE_AT_ONCE = 20  # runs, by whoever prunes beside something else
 
 
+@contextlib.contextmanager
+def in_no_way() -> Iterator[None]:
+    """Do without what the ledger does not take, unless its disk cannot be trusted any more."""
+    try:
+        yield
+    except OutcomeUnknown:
+        raise
+    except (BatchrunError, OSError):
+        pass
+
+
 class Pruned(NamedTuple):
     """What was pruned, or would be."""
 
@@ -11458,12 +11469,8 @@ def prune_beside(
     Raises:
         OutcomeUnknown: the ledger's COMMIT failed; this process is not to go on writing.
     """
-    try:
+    with in_no_way():  # the next one tries again
         prune(state, ledger, config.keep_s, host, who, most=PRUNE_AT_ONCE)
-    except OutcomeUnknown:
-        raise
-    except (BatchrunError, OSError):
-        return  # the next one tries again
 
 
 def remove_files(paths: Iterable[Path]) -> None:
@@ -12977,17 +12984,6 @@ def run_trouble(config: Config, ledger: Ledger, run: Run, host: Host) -> Alert |
     return Alert(kind, about, run.job, run.id, why, stands.todo)
 
 
-@contextlib.contextmanager
-def in_no_way() -> Iterator[None]:
-    """Do without what the ledger does not take, unless its disk cannot be trusted any more."""
-    try:
-        yield
-    except OutcomeUnknown:
-        raise
-    except (StateDirectoryError, Busy, OSError):
-        pass
-
-
 class Alerts:
     """Raises what stands, once, and tells it in a process of its own; see the head."""
 
@@ -13269,9 +13265,9 @@ class Supervisor:
             self._alerts = Alerts(self._config, self._ledger, self._host)
             self._shown = self._ledger.newest_event()
             outcome = self._run_until_done()
-            with contextlib.suppress(BatchrunError):  # what is recorded is durable already
-                if outcome.run and outcome.run.finished:
-                    prune_beside(self._state, self._ledger, self._config, self._host, self._who)
+            if outcome.run and outcome.run.finished:
+                self._prune_beside(outcome.run)
+            with in_no_way():  # what is recorded is durable already
                 self._ledger.empty_log()
             return outcome._replace(signalled=self._stops.count > 0)
         except MaintenanceOn as refusal:
@@ -13280,6 +13276,15 @@ class Supervisor:
             self._ledger.close()
             if self._lock.descriptor >= 0 and self._nothing_lives:
                 self._lock.release()
+
+    def _prune_beside(self, run: Run) -> None:
+        try:
+            prune_beside(self._state, self._ledger, self._config, self._host, self._who)
+        except OutcomeUnknown as error:
+            error.unchanged = (
+                f"Run {run.id} of {run.job} stays {run.state}: only old ones were to go."
+            )
+            raise
 
     def _require_open(self) -> Lockfile | None:
         """Refuse what the maintenance lockfile closes; not in a transaction."""
@@ -13303,7 +13308,7 @@ class Supervisor:
         find = self._state.maintenance.find
         if run is None or not is_ours:
             job, counts = self._launch.job, self._launch.start != "tick"
-            with contextlib.suppress(BatchrunError):  # the refusal is what the person must read
+            with in_no_way():  # the refusal is what the person must read
                 self._ledger.refuse(job, self._who, refusal.what, find, counts=counts)
             refusal.unchanged = refusal.unchanged if counts else "Nothing was started."
             raise refusal
@@ -13667,9 +13672,9 @@ class Supervisor:
 
         The end is what is to be recorded where it has recorded none.
         """
-        self._nothing_lives = False
+        log, self._nothing_lives = self._open_log(run), False
         try:
-            worker = WorkerProcess(order, self._open_log(run), run, self._host)
+            worker = WorkerProcess(order, log, run, self._host)
         except BatchrunError as refusal:
             self._nothing_lives = True
             return letter_end(refusal)._replace(ending=Ending.DIED), None
