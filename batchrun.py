@@ -11708,7 +11708,9 @@ def what_next(ledger: Ledger, run: Run) -> tuple[str, str]:
         deferred = f"A start was deferred at {run.deferred['at']}; {begins}."
         return f"{run.error or ''}\n{deferred}".strip(), todo
     if run.state != RunState.AWAITING:
-        held = f"A pause was asked for; only {todo} goes on." if run.request else ""
+        held = f"A pause was asked for; only {todo} goes on." * (run.request == Request.PAUSE)
+        if run.request == Request.CANCEL:
+            held, todo = "A cancel was asked for, and is not done yet.", f"batchrun cancel {run.id}"
         return f"{run.error or ''}\n{held}".strip(), todo
     if run.reason == Reason.APPROVAL and (asked := ledger.approvals(run)):
         if asked[-1].answered_at is None:

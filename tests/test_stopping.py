@@ -403,13 +403,29 @@ def test_what_is_asked_of_a_run_is_shown_with_what_to_type_next(
     project.finish(process)
 
 
-def test_a_pause_that_outlives_its_owner_is_shown(project: Project) -> None:
+@pytest.mark.parametrize(
+    ("wish", "held", "verb"),
+    [
+        ("pause", "A pause was asked for; only batchrun resume {} goes on.", "resume"),
+        ("cancel", "A cancel was asked for, and is not done yet.", "cancel"),
+        ("drain", "", "resume"),
+    ],
+)
+def test_what_was_asked_of_a_run_whose_owner_is_gone_is_shown_as_it_is(
+    project: Project, wish: str, held: str, verb: str
+) -> None:
     write_job(project, "hold('go')")
     process = start_held(project)
     worker = worker_of(process)
-    project.run("pause", "sync")
+    if wish == "drain":
+        rows(project, "UPDATE run SET request = 'drain'")
+    else:
+        project.run(wish, "sync")
     for pid in (process.pid, worker):
         os.kill(pid, signal.SIGKILL)
     project.finish(process)
-    held = f"A pause was asked for; only batchrun resume {run_id(project)} goes on."
-    assert held in project.run("status", "sync").out
+    shown = project.run("status", "sync").out
+    lines = [line.strip().removeprefix("why").strip() for line in shown.splitlines()]
+    asked = [line for line in lines if " asked for" in line]
+    assert asked == [held.format(run_id(project))] * bool(held)
+    assert shown.endswith(f"to type: batchrun {verb} {run_id(project)}\n")
