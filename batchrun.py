@@ -5171,17 +5171,17 @@ class Ledger:
         with self._owning(run, generation):
             self._set_attempt(run, generation, cleans_until=until)
 
-    def begin_cleaning(self, run: Run, owner: ProcessIdentity, who: str) -> int:
+    def begin_cleaning(self, run: Run, owner: ProcessIdentity, who: str) -> Run:
         """Begin an attempt that only runs pending cleanups, before a cancel or after the end.
 
-        The run is fenced and stays in its state; the caller holds the job's lock. Returns the
-        attempt's generation.
+        The run is fenced and stays in its state; the caller holds the job's lock.
         """
         with self._writing():
             run = self._left(run, who)
             if not run.finished:
                 self._wish(run, Request.CANCEL, who)
-            return self._insert_attempt(run, owner)
+            self._insert_attempt(run, owner)
+            return self.run(run.key)
 
     def end_cleaning(
         self, run: Run, generation: int, seen: AttemptEnd, who: str, **diagnosis: int | None
@@ -13708,8 +13708,7 @@ class Supervisor:
     def _clean_and_cancel(self, run: Run) -> Outcome:
         """Let a worker call what is pending of a run's job; then cancel the run if that is due."""
         ledger = self._ledger
-        ledger.begin_cleaning(run, self._me, self._who)
-        run = ledger.run(run.key)
+        run = ledger.begin_cleaning(run, self._me, self._who)
         seen, worker = self._work(run, self._order(run)._replace(cleans=True))
         ended = worker.diagnosis if worker else {}
         run = ledger.end_cleaning(run, run.generation, seen, self._who, **ended)
