@@ -15400,10 +15400,10 @@ def course_text(run: Run, last: BatchRow | None) -> str:
     return mask_secrets(", ".join(done))
 
 
-def summarise_configured(job_config: JobConfig, folder: Path) -> dict[str, Any]:
+def summarise_configured(config: Config, job_config: JobConfig) -> dict[str, Any]:
     """Import a configured job and return what it declares; its mistakes are letters."""
-    found = load_job(job_config)
-    found.settings_from(job_config, {}, folder)
+    found = installed_job(config, job_config)
+    found.settings_from(job_config, {}, config.folder)
     kinds = _declared(found.settings, job_config.name) if found.settings else {}
     settings = []
     for each in _declared_fields(found.settings):
@@ -17644,12 +17644,11 @@ def jobs_command(app: App) -> ExitCode:
             last[run.job] = {"run": run.id, "state": state, "since": run.changed_at}
     documents: list[dict[str, Any]] = []
     wrong: list[BatchrunError] = []
-    os.chdir(app.config.folder)
     for name, job_config in app.config.jobs.items():
         document: dict[str, Any] = {"job": name, "file": str(job_config.path)}
         document["last_run"] = last.get(name)
         try:
-            document |= summarise_configured(job_config, app.config.folder)
+            document |= summarise_configured(app.config, job_config)
         except BatchrunError as error:
             wrong.append(error)
             document["error"] = error.what
