@@ -14417,9 +14417,10 @@ class Reconciler:
 
     def _looked_up(self, job: str, rows: list[Operation], *, settled: bool) -> dict[int, Told]:
         """Return, by id, what is known after lookups; `settled` waits until absent is true."""
-        told, settle_s = self._asked(job, rows), self._config.job(job).settle_s
+        told = self._asked(job, rows)
         absent = [row for row in rows if told[row.id].outcome == FREED]
         if settled and absent:
+            settle_s = self._config.job(job).settle_s
             self._say(f"{job}: {len(absent)} are absent; asked again in {settle_s:g} s")
             self._host.sleep(settle_s)
             told |= self._asked(job, absent)
@@ -14429,9 +14430,13 @@ class Reconciler:
         """Return what the job's lookups say, called in a process of their own."""
         import subprocess
 
+        try:
+            call_s = self._config.job(job).call_timeout_s
+        except NotFound as error:
+            return {row.id: told_by_lookup(row, None, None, error.what) for row in rows}
         asked = [(row.key, row.lookup) for row in rows if row.lookup]
         order = json.dumps([str(self._config.path), job, asked])
-        limit_s = PROBE_START_S + len(asked) * (self._config.job(job).call_timeout_s + 1)
+        limit_s = PROBE_START_S + len(asked) * (call_s + 1)
         answers: dict[str, list[Any]] = {}
         cut = "it did not end in time"
         with contextlib.suppress(subprocess.TimeoutExpired):
