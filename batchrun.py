@@ -11703,25 +11703,26 @@ def require_may_go_on(start: str, ledger: Ledger, run: Run) -> None:
 def what_next(ledger: Ledger, run: Run) -> tuple[str, str]:
     """Return why an unfinished run stands as it does, and the line to type."""
     todo = f"batchrun resume {run.id}"
-    if run.deferred is not None:
+    held = f"A pause was asked for; only {todo} goes on." * (run.request == Request.PAUSE)
+    if run.request == Request.CANCEL:
+        held, todo = "A cancel was asked for, and is not done yet.", f"batchrun cancel {run.id}"
+    elif run.deferred is not None:
         begins = f"only {todo} begins it" if is_paused_by_person(run) else "the tick begins it"
-        deferred = f"A start was deferred at {run.deferred['at']}; {begins}."
-        return f"{run.error or ''}\n{deferred}".strip(), todo
-    if run.state != RunState.AWAITING:
-        held = f"A pause was asked for; only {todo} goes on." * (run.request == Request.PAUSE)
-        if run.request == Request.CANCEL:
-            held, todo = "A cancel was asked for, and is not done yet.", f"batchrun cancel {run.id}"
+        held = f"A start was deferred at {run.deferred['at']}; {begins}."
+    if run.request == Request.CANCEL or run.deferred or run.state != RunState.AWAITING:
         return f"{run.error or ''}\n{held}".strip(), todo
     if run.reason == Reason.APPROVAL and (asked := ledger.approvals(run)):
         if asked[-1].answered_at is None:
             return asked[-1].words, approve_line(run, asked[-1].name)
-        return f"{asked[-1].name!r} is approved by {asked[-1].who}: {asked[-1].why}", todo
+        approved = f"{asked[-1].name!r} is approved by {asked[-1].who}: {asked[-1].why}"
+        return f"{approved}\n{held}".strip(), todo
     last, of_operations = ledger.last_attempt(run), run.reason == Reason.OPERATION
     if of_operations and (unknown := ledger.open_operations(run)):
         failed = f"\nThe last time: {last.error}" if last and last.ending != Ending.AWAITS else ""
         return unknown_text(unknown) + failed, reconcile_line(run)
     answered = "All its operations have their outcome." * of_operations
-    return answered or run.error or (last and last.error) or "", todo
+    why = answered or run.error or (last and last.error) or ""
+    return f"{why}\n{held}".strip(), todo
 
 
 def approve_line(run: Run, name: str) -> str:
@@ -17352,9 +17353,13 @@ def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) 
     with app.ledger(write=True) as ledger:
         found = app.find_run(ledger, run)
         ledger.approve(found, name, who, reason, app.who)
+        stands = standing(ledger, ledger.run(found.key), app.host)
     text = f"run {found.id} of {found.job}: {name!r} is approved by {who}"
-    todo = f"\nthe tick goes on with it; at once: batchrun resume {found.id}"
-    return Result(text + todo, {"run": found.id, "approval": name, "who": who, "why": reason})
+    then = "the tick goes on with it; at once" if stands.is_due else "to type"
+    return Result(
+        f"{text}\n{then}: {stands.todo}",
+        {"run": found.id, "approval": name, "who": who, "why": reason},
+    )
 
 
 @command(
