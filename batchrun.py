@@ -303,6 +303,10 @@ class JobError(BatchrunError):
     """The job broke its contract with batchrun."""
 
 
+class Unreachable(JobError):
+    """A database does not let the job in now; trying again may help, and costs no try."""
+
+
 class SourceError(BatchrunError):
     """A source cannot be read as it was declared."""
 
@@ -488,7 +492,8 @@ class Attempt(NamedTuple):
     to_number: int | None
     releases: list[dict[str, Any]]
     charged: int  # whether its ending was charged as a try of the batch
-    retry: int | None  # whether trying again may help, or IN_HALVES; None if that is no question
+    # whether trying again may help, or IN_HALVES, or AT_NO_COST; None if that is no question
+    retry: int | None
 
     @property
     def may_be_followed(self) -> bool:
@@ -497,6 +502,7 @@ class Attempt(NamedTuple):
 
 
 IN_HALVES = 2  # `attempt.retry`: a batch failed, and its bad record may be looked for
+AT_NO_COST = 3  # likewise: what the job needs was not there, which is charged to no batch
 
 
 class BatchRow(NamedTuple):
@@ -5071,7 +5077,7 @@ class Ledger:
     def _charge(self, run: Run, attempt: Attempt) -> Run:
         """Charge the armed try once, if the batch caused the ending; see section 12."""
         no_batch_open = attempt.ending == Ending.DIED and run.state != RunState.RUNNING
-        if attempt.retry is None or no_batch_open or attempt.charged:
+        if attempt.retry in (None, AT_NO_COST) or no_batch_open or attempt.charged:
             return run
         self._set_attempt(run, attempt.generation, charged=1)
         self._set_run(run, tries=run.tries + 1)
@@ -8901,7 +8907,8 @@ class Context(Generic[S]):
 
         Raises:
             ConfigurationError: the URL, or a missing driver.
-            JobError: the database does not let us in.
+            JobError: the database cannot be opened.
+            Unreachable: it does not let us in now; a job that lets this out is tried again.
         """
         text = url.reveal() if isinstance(url, Secret) else url
         with self._frame.switched(inside=False):
@@ -9174,7 +9181,8 @@ def _open_sqlite(path: Path) -> apsw.Connection:
         connection.pragma("synchronous", "FULL")
         connection.pragma("foreign_keys", 1)
     except (apsw.Error, OSError) as error:
-        raise JobError(
+        kind = Unreachable if isinstance(error, apsw.BusyError) else JobError
+        raise kind(
             f"The database {path} cannot be opened: {error}.",
             unchanged="Nothing was changed.",
             todo=f"Is its folder there and writable? ls -ld {path.absolute().parent}",
@@ -9194,11 +9202,11 @@ def _open_postgres(url: str) -> Any:
     try:
         return psycopg.connect(url)
     except psycopg.Error as error:
-        raise JobError(
+        answered = isinstance(error, psycopg.OperationalError)
+        raise (Unreachable if answered else JobError)(
             f"The database {mask_secrets(url)} does not let us in.",
-            why=mask_secrets(str(error).strip())
-            if isinstance(error, psycopg.OperationalError)
-            else "Its address cannot be read.",  # whose words quote the address
+            # the other errors quote the address
+            why=mask_secrets(str(error).strip()) if answered else "Its address cannot be read.",
             unchanged="Nothing was changed.",
             todo="Check that it runs, and the name and password in the configuration.",
         ) from None
@@ -12193,21 +12201,24 @@ class Worker:
             return self.asked
         if self.gate.shut or isinstance(error, SafeStop | Interrupted):
             return self._stopped()
-        if isinstance(error, BatchrunError):
+        if isinstance(error, BatchrunError) and not isinstance(error, Unreachable):
             return letter_end(error)
         return self._raised(error)
 
     def _raised(self, error: BaseException) -> AttemptEnd:
-        """Return the end for an exception of the job's own; its traceback goes to the log."""
+        """Return the end after which trying again may help; the traceback goes to the log."""
         log_traceback(error)
         current = self._context._current if self._context else None
         where = f" in batch {current.number}" if current else ""
         retry, said = self._may_retry(error)
         raised = f"{shortened(error_text(error))}{where}".removesuffix(".")
-        what = f"The job raised {raised}.{said}"
+        end = AttemptEnd(Ending.RAISED, ExitCode.FAILED, error=f"The job raised {raised}.")
+        if isinstance(error, Unreachable):
+            end, retry = letter_end(error), retry and AT_NO_COST
+        end = end._replace(error=f"{end.error}{said}", retry=retry)
         if retry and (reason := self.gate.reason_to_stop()):  # which may have caused it
-            return AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, reason, error=what)
-        return AttemptEnd(Ending.RAISED, ExitCode.FAILED, error=what, retry=retry)
+            return AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, reason, error=end.error)
+        return end
 
     def _stopped(self) -> AttemptEnd:
         """Return the end at a safe point: somebody asked for it, or the worker has outgrown."""
@@ -12873,9 +12884,10 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #              while a batch was open, and the supervisor, alive, had not asked for it; or it did
 #              not commit within batch_timeout
 #   not        stops, and what a job or its worker does once one was asked for; recycling, lost
-#              ownership, letters. Nor a death that no supervisor saw: killed together they leave
-#              the rows of a deploy or a power cut. Only an exception that the worker had recorded
-#              before is proof enough, and charged by the next start
+#              ownership, letters; a database that lets no job in (`Unreachable`). Nor a death that
+#              no supervisor saw: killed together they leave the rows of a deploy or a power cut.
+#              Only an exception that the worker had recorded before is proof enough, and charged by
+#              the next start
 #
 #   tried again    after RAISED, if `attempt.retry` says so, after a death and after OVERDUE, with
 #                  waits of 1, 4, 16, ... s and jitter; after RECYCLED at once. In process
