@@ -8253,6 +8253,8 @@ class Mark:
         except Exception as error:
             if self._has_table():  # another job has made it in the meantime
                 return
+            if is_in_the_way(error):
+                raise
             raise JobError(
                 f"The target of {self._key[1]!r} lets batchrun make no table for its marks.",
                 why=f"{type(error).__name__}: {mask_secrets(str(error).strip())}",
@@ -8305,6 +8307,14 @@ class Mark:
         if self.target.changes(written) == 0:
             raise lost_ownership(course.run, course.generation)
         self.spent_s += self._host.monotonic() - began
+
+
+def is_in_the_way(error: Exception) -> bool:
+    """Tell whether a driver says that a lock, or a lost server, keeps it from working for now."""
+    if (code := getattr(error, "sqlite_errorcode", None)) is not None:  # sqlite3's
+        return code & 0xFF in (apsw.SQLITE_BUSY, apsw.SQLITE_LOCKED)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return not kinds.isdisjoint({"BusyError", "LockedError", "OperationalError"})
 
 
 def mark_in(path: Path, run: str, loop: str) -> int | None:

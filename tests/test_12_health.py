@@ -727,6 +727,7 @@ def test_k43_a_database_that_is_down_at_the_start_is_waited_for(
         [health]
         check_interval = "200ms"
         recheck_after = "100ms"
+        good_in_a_row = 1
         [[health.database]]
         name = "stock"
         url = "{cluster.url}"
