@@ -303,6 +303,10 @@ class JobError(BatchrunError):
     """The job broke its contract with batchrun."""
 
 
+class Unreachable(JobError):
+    """A database does not let the job in now; trying again may help, and costs no try."""
+
+
 class SourceError(BatchrunError):
     """A source cannot be read as it was declared."""
 
@@ -488,7 +492,8 @@ class Attempt(NamedTuple):
     to_number: int | None
     releases: list[dict[str, Any]]
     charged: int  # whether its ending was charged as a try of the batch
-    retry: int | None  # whether trying again may help, or IN_HALVES; None if that is no question
+    # whether trying again may help, or IN_HALVES, or AT_NO_COST; None if that is no question
+    retry: int | None
 
     @property
     def may_be_followed(self) -> bool:
@@ -497,6 +502,7 @@ class Attempt(NamedTuple):
 
 
 IN_HALVES = 2  # `attempt.retry`: a batch failed, and its bad record may be looked for
+AT_NO_COST = 3  # likewise: what the job needs was not there, which is charged to no batch
 
 
 class BatchRow(NamedTuple):
@@ -5071,7 +5077,7 @@ class Ledger:
     def _charge(self, run: Run, attempt: Attempt) -> Run:
         """Charge the armed try once, if the batch caused the ending; see section 12."""
         no_batch_open = attempt.ending == Ending.DIED and run.state != RunState.RUNNING
-        if attempt.retry is None or no_batch_open or attempt.charged:
+        if attempt.retry in (None, AT_NO_COST) or no_batch_open or attempt.charged:
             return run
         self._set_attempt(run, attempt.generation, charged=1)
         self._set_run(run, tries=run.tries + 1)
@@ -5171,17 +5177,17 @@ class Ledger:
         with self._owning(run, generation):
             self._set_attempt(run, generation, cleans_until=until)
 
-    def begin_cleaning(self, run: Run, owner: ProcessIdentity, who: str) -> int:
+    def begin_cleaning(self, run: Run, owner: ProcessIdentity, who: str) -> Run:
         """Begin an attempt that only runs pending cleanups, before a cancel or after the end.
 
-        The run is fenced and stays in its state; the caller holds the job's lock. Returns the
-        attempt's generation.
+        The run is fenced and stays in its state; the caller holds the job's lock.
         """
         with self._writing():
             run = self._left(run, who)
             if not run.finished:
                 self._wish(run, Request.CANCEL, who)
-            return self._insert_attempt(run, owner)
+            self._insert_attempt(run, owner)
+            return self.run(run.key)
 
     def end_cleaning(
         self, run: Run, generation: int, seen: AttemptEnd, who: str, **diagnosis: int | None
@@ -8247,6 +8253,8 @@ class Mark:
         except Exception as error:
             if self._has_table():  # another job has made it in the meantime
                 return
+            if is_in_the_way(error):
+                raise
             raise JobError(
                 f"The target of {self._key[1]!r} lets batchrun make no table for its marks.",
                 why=f"{type(error).__name__}: {mask_secrets(str(error).strip())}",
@@ -8299,6 +8307,14 @@ class Mark:
         if self.target.changes(written) == 0:
             raise lost_ownership(course.run, course.generation)
         self.spent_s += self._host.monotonic() - began
+
+
+def is_in_the_way(error: Exception) -> bool:
+    """Tell whether a driver says that a lock, or a lost server, keeps it from working for now."""
+    if (code := getattr(error, "sqlite_errorcode", None)) is not None:  # sqlite3's
+        return code & 0xFF in (apsw.SQLITE_BUSY, apsw.SQLITE_LOCKED)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return not kinds.isdisjoint({"BusyError", "LockedError", "OperationalError"})
 
 
 def mark_in(path: Path, run: str, loop: str) -> int | None:
@@ -8901,7 +8917,8 @@ class Context(Generic[S]):
 
         Raises:
             ConfigurationError: the URL, or a missing driver.
-            JobError: the database does not let us in.
+            JobError: the database cannot be opened.
+            Unreachable: it does not let us in now; a job that lets this out is tried again.
         """
         text = url.reveal() if isinstance(url, Secret) else url
         with self._frame.switched(inside=False):
@@ -9174,7 +9191,8 @@ def _open_sqlite(path: Path) -> apsw.Connection:
         connection.pragma("synchronous", "FULL")
         connection.pragma("foreign_keys", 1)
     except (apsw.Error, OSError) as error:
-        raise JobError(
+        kind = Unreachable if isinstance(error, apsw.BusyError) else JobError
+        raise kind(
             f"The database {path} cannot be opened: {error}.",
             unchanged="Nothing was changed.",
             todo=f"Is its folder there and writable? ls -ld {path.absolute().parent}",
@@ -9194,11 +9212,11 @@ def _open_postgres(url: str) -> Any:
     try:
         return psycopg.connect(url)
     except psycopg.Error as error:
-        raise JobError(
+        answered = isinstance(error, psycopg.OperationalError)
+        raise (Unreachable if answered else JobError)(
             f"The database {mask_secrets(url)} does not let us in.",
-            why=mask_secrets(str(error).strip())
-            if isinstance(error, psycopg.OperationalError)
-            else "Its address cannot be read.",  # whose words quote the address
+            # the other errors quote the address
+            why=mask_secrets(str(error).strip()) if answered else "Its address cannot be read.",
             unchanged="Nothing was changed.",
             todo="Check that it runs, and the name and password in the configuration.",
         ) from None
@@ -11401,6 +11419,17 @@ def is_a_copy(path: Path) -> bool:
 PRUNE_AT_ONCE = 20  # runs, by whoever prunes beside something else
 
 
+@contextlib.contextmanager
+def in_no_way() -> Iterator[None]:
+    """Do without what the ledger does not take, unless its disk cannot be trusted any more."""
+    try:
+        yield
+    except OutcomeUnknown:
+        raise
+    except (BatchrunError, OSError):
+        pass
+
+
 class Pruned(NamedTuple):
     """What was pruned, or would be."""
 
@@ -11458,12 +11487,8 @@ def prune_beside(
     Raises:
         OutcomeUnknown: the ledger's COMMIT failed; this process is not to go on writing.
     """
-    try:
+    with in_no_way():  # the next one tries again
         prune(state, ledger, config.keep_s, host, who, most=PRUNE_AT_ONCE)
-    except OutcomeUnknown:
-        raise
-    except (BatchrunError, OSError):
-        return  # the next one tries again
 
 
 def remove_files(paths: Iterable[Path]) -> None:
@@ -11696,23 +11721,26 @@ def require_may_go_on(start: str, ledger: Ledger, run: Run) -> None:
 def what_next(ledger: Ledger, run: Run) -> tuple[str, str]:
     """Return why an unfinished run stands as it does, and the line to type."""
     todo = f"batchrun resume {run.id}"
-    if run.deferred is not None:
+    held = f"A pause was asked for; only {todo} goes on." * (run.request == Request.PAUSE)
+    if run.request == Request.CANCEL:
+        held, todo = "A cancel was asked for, and is not done yet.", f"batchrun cancel {run.id}"
+    elif run.deferred is not None:
         begins = f"only {todo} begins it" if is_paused_by_person(run) else "the tick begins it"
-        deferred = f"A start was deferred at {run.deferred['at']}; {begins}."
-        return f"{run.error or ''}\n{deferred}".strip(), todo
-    if run.state != RunState.AWAITING:
-        held = f"A pause was asked for; only {todo} goes on." if run.request else ""
+        held = f"A start was deferred at {run.deferred['at']}; {begins}."
+    if run.request == Request.CANCEL or run.deferred or run.state != RunState.AWAITING:
         return f"{run.error or ''}\n{held}".strip(), todo
     if run.reason == Reason.APPROVAL and (asked := ledger.approvals(run)):
         if asked[-1].answered_at is None:
             return asked[-1].words, approve_line(run, asked[-1].name)
-        return f"{asked[-1].name!r} is approved by {asked[-1].who}: {asked[-1].why}", todo
+        approved = f"{asked[-1].name!r} is approved by {asked[-1].who}: {asked[-1].why}"
+        return f"{approved}\n{held}".strip(), todo
     last, of_operations = ledger.last_attempt(run), run.reason == Reason.OPERATION
     if of_operations and (unknown := ledger.open_operations(run)):
         failed = f"\nThe last time: {last.error}" if last and last.ending != Ending.AWAITS else ""
         return unknown_text(unknown) + failed, reconcile_line(run)
     answered = "All its operations have their outcome." * of_operations
-    return answered or run.error or (last and last.error) or "", todo
+    why = answered or run.error or (last and last.error) or ""
+    return f"{why}\n{held}".strip(), todo
 
 
 def approve_line(run: Run, name: str) -> str:
@@ -11740,9 +11768,8 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
             why, todo = unknown_text(unknown), reconcile_line(run)
             return Standing(run.state, why, todo, needs_someone=True)
         return Standing(run.state, rolled_back_text(ledger, run), f"batchrun report {run.id}")
-    attempt = ledger.last_attempt(run)
-    if alive := owners_of(run, attempt, host):
-        return owned_standing(run, cast("Attempt", attempt), alive, host)
+    if alive := owners_of(ledger, run, host):
+        return owned_standing(ledger, run, alive, host)
     if run.state in OWNED:
         words = last_error_of(ledger.path.parent / "logs" / run.job / f"{run.id}.log")
         why = "Its processes are gone without a word: killed, or the machine was switched off."
@@ -11774,15 +11801,22 @@ def rolled_back_text(ledger: Ledger, run: Run) -> str:
     return "".join(f"rolled back to batch {r.rollback_to} by run {r.id}" for r in undone[-1:])
 
 
-def living(attempt: Attempt | None, host: Host) -> list[ProcessIdentity]:
-    """Return the recorded processes of an attempt that live: supervisor, worker, or one as both."""
-    recorded = dict.fromkeys([attempt.supervisor, attempt.worker] if attempt else [])
+def in_hand(ledger: Ledger, run: Run | None) -> Attempt | None:
+    """Return the attempt that has a run in hand, by the ledger's word alone; None of one at rest.
+
+    Who made the last attempt of a run at rest may be at another run now, as a tick is. An attempt
+    without an end has its run in hand whatever the state: it calls its cleanups.
+    """
+    last = ledger.last_attempt(run) if run else None
+    is_kept = run is not None and (run.state in OWNED or run.checks_at)
+    return last if last and (is_kept or last.ending is None) else None
+
+
+def owners_of(ledger: Ledger, run: Run | None, host: Host) -> list[ProcessIdentity]:
+    """Return the living processes that have a run in hand: supervisor, worker, or one as both."""
+    attempt = in_hand(ledger, run)
+    recorded = dict.fromkeys((attempt.supervisor, attempt.worker) if attempt else ())
     return [process for process in recorded if process and host.is_alive(process)]
-
-
-def owners_of(run: Run, attempt: Attempt | None, host: Host) -> list[ProcessIdentity]:
-    """Return the living processes that own a run, or keep it until it is well."""
-    return living(attempt, host) if run.state in OWNED or run.checks_at else []
 
 
 def stopped_owner(owners: Iterable[ProcessIdentity], host: Host) -> tuple[str, str] | None:
@@ -11811,9 +11845,10 @@ NEXT_WHILE_ASKED: dict[str | None, str] = {
 
 
 def owned_standing(
-    run: Run, attempt: Attempt, alive: Sequence[ProcessIdentity], host: Host
+    ledger: Ledger, run: Run, alive: Sequence[ProcessIdentity], host: Host
 ) -> Standing:
     """Return how a run stands that living processes own."""
+    attempt = cast("Attempt", ledger.last_attempt(run))
     if held := stopped_owner(alive, host):
         return Standing(run.state, *held, needs_someone=True)
     if alive[0] != attempt.supervisor:
@@ -11835,7 +11870,7 @@ def stalled(ledger: Ledger, job: JobConfig, run: Run | None, host: Host) -> Find
     attempt = ledger.last_attempt(run) if run and run.state in OWNED else None
     if run is None or attempt is None or not job.stalled_after_s:
         return None
-    alive = owners_of(run, attempt, host)
+    alive = owners_of(ledger, run, host)
     held = stopped_owner(alive[::-1], host)  # the worker first
     newest = ledger.commit_row(run, run.number)
     quiet_s = seconds_between(max(attempt.began_at, newest.at if newest else ""), host.now())
@@ -12176,21 +12211,24 @@ class Worker:
             return self.asked
         if self.gate.shut or isinstance(error, SafeStop | Interrupted):
             return self._stopped()
-        if isinstance(error, BatchrunError):
+        if isinstance(error, BatchrunError) and not isinstance(error, Unreachable):
             return letter_end(error)
         return self._raised(error)
 
     def _raised(self, error: BaseException) -> AttemptEnd:
-        """Return the end for an exception of the job's own; its traceback goes to the log."""
+        """Return the end after which trying again may help; the traceback goes to the log."""
         log_traceback(error)
         current = self._context._current if self._context else None
         where = f" in batch {current.number}" if current else ""
         retry, said = self._may_retry(error)
         raised = f"{shortened(error_text(error))}{where}".removesuffix(".")
-        what = f"The job raised {raised}.{said}"
+        end = AttemptEnd(Ending.RAISED, ExitCode.FAILED, error=f"The job raised {raised}.")
+        if isinstance(error, Unreachable):
+            end, retry = letter_end(error), retry and AT_NO_COST
+        end = end._replace(error=f"{end.error}{said}", retry=retry)
         if retry and (reason := self.gate.reason_to_stop()):  # which may have caused it
-            return AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, reason, error=what)
-        return AttemptEnd(Ending.RAISED, ExitCode.FAILED, error=what, retry=retry)
+            return AttemptEnd(Ending.STOPPED, ExitCode.STOPPED, reason, error=end.error)
+        return end
 
     def _stopped(self) -> AttemptEnd:
         """Return the end at a safe point: somebody asked for it, or the worker has outgrown."""
@@ -12856,9 +12894,10 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #              while a batch was open, and the supervisor, alive, had not asked for it; or it did
 #              not commit within batch_timeout
 #   not        stops, and what a job or its worker does once one was asked for; recycling, lost
-#              ownership, letters. Nor a death that no supervisor saw: killed together they leave
-#              the rows of a deploy or a power cut. Only an exception that the worker had recorded
-#              before is proof enough, and charged by the next start
+#              ownership, letters; a database that lets no job in (`Unreachable`). Nor a death that
+#              no supervisor saw: killed together they leave the rows of a deploy or a power cut.
+#              Only an exception that the worker had recorded before is proof enough, and charged by
+#              the next start
 #
 #   tried again    after RAISED, if `attempt.retry` says so, after a death and after OVERDUE, with
 #                  waits of 1, 4, 16, ... s and jitter; after RECYCLED at once. In process
@@ -12968,17 +13007,6 @@ def run_trouble(config: Config, ledger: Ledger, run: Run, host: Host) -> Alert |
     about = f"{run.id} {run.number} {run.reason} {asked.name if asked else ''}".strip()
     why = f"{run.job}: run {run.id} {what}.\n{stands.why}".strip()
     return Alert(kind, about, run.job, run.id, why, stands.todo)
-
-
-@contextlib.contextmanager
-def in_no_way() -> Iterator[None]:
-    """Do without what the ledger does not take, unless its disk cannot be trusted any more."""
-    try:
-        yield
-    except OutcomeUnknown:
-        raise
-    except (StateDirectoryError, Busy, OSError):
-        pass
 
 
 class Alerts:
@@ -13262,9 +13290,9 @@ class Supervisor:
             self._alerts = Alerts(self._config, self._ledger, self._host)
             self._shown = self._ledger.newest_event()
             outcome = self._run_until_done()
-            with contextlib.suppress(BatchrunError):  # what is recorded is durable already
-                if outcome.run and outcome.run.finished:
-                    prune_beside(self._state, self._ledger, self._config, self._host, self._who)
+            if outcome.run and outcome.run.finished:
+                self._prune_beside(outcome.run)
+            with in_no_way():  # what is recorded is durable already
                 self._ledger.empty_log()
             return outcome._replace(signalled=self._stops.count > 0)
         except MaintenanceOn as refusal:
@@ -13273,6 +13301,15 @@ class Supervisor:
             self._ledger.close()
             if self._lock.descriptor >= 0 and self._nothing_lives:
                 self._lock.release()
+
+    def _prune_beside(self, run: Run) -> None:
+        try:
+            prune_beside(self._state, self._ledger, self._config, self._host, self._who)
+        except OutcomeUnknown as error:
+            error.unchanged = (
+                f"Run {run.id} of {run.job} stays {run.state}: only old ones were to go."
+            )
+            raise
 
     def _require_open(self) -> Lockfile | None:
         """Refuse what the maintenance lockfile closes; not in a transaction."""
@@ -13296,7 +13333,7 @@ class Supervisor:
         find = self._state.maintenance.find
         if run is None or not is_ours:
             job, counts = self._launch.job, self._launch.start != "tick"
-            with contextlib.suppress(BatchrunError):  # the refusal is what the person must read
+            with in_no_way():  # the refusal is what the person must read
                 self._ledger.refuse(job, self._who, refusal.what, find, counts=counts)
             refusal.unchanged = refusal.unchanged if counts else "Nothing was started."
             raise refusal
@@ -13341,13 +13378,11 @@ class Supervisor:
         self._stops.look()
         while not self._stops.count and not self._lock.acquire():
             waited_s = self._host.monotonic() - began_s
-            run = self._ledger.unfinished(self._launch.job)
-            attempt = self._ledger.last_attempt(run) if run else None
-            is_owned = run is not None and (run.state in OWNED or run.checks_at)
+            attempt = in_hand(self._ledger, self._ledger.unfinished(self._launch.job))
             is_orphaned = attempt is not None and not self._host.is_alive(attempt.supervisor)
-            is_brief = defers and not is_owned and waited_s < DEFER_WAIT_S
+            is_brief = defers and attempt is None and waited_s < DEFER_WAIT_S
             if not is_brief and (not is_orphaned or waited_s > self._job_config.stop_grace_s):
-                raise self._busy(attempt)
+                raise self._busy()
             if not is_brief and not told:
                 owners = ", ".join(map(str, self._lock.owners(self._host)))
                 said = f"waiting for pid {owners}, which a killed supervisor left behind"
@@ -13361,9 +13396,10 @@ class Supervisor:
         """Have `systemctl status` show what the run does now."""
         self._host.systemd.show(mask_secrets(f"{self._launch.job}: {doing}"))
 
-    def _busy(self, attempt: Attempt | None) -> Busy:
+    def _busy(self) -> Busy:
         """Record the refused start and return the letter that names who is in the way."""
-        alive = living(attempt, self._host)
+        run = self._ledger.unfinished(self._launch.job)
+        attempt, alive = in_hand(self._ledger, run), owners_of(self._ledger, run, self._host)
         who = processes_text(alive or holders(self._lock, self._host), self._host)
         times = self._ledger.refused_since_success(self._launch.job) + 1
         since = f", since {attempt.began_at}" if attempt else ""
@@ -13371,7 +13407,6 @@ class Supervisor:
         run_it = "run it" if " and " in who else "runs it"
         what = f"{self._launch.job} is busy: {who} {run_it}{since}.{again}"
         self._ledger.note(self._who, "refused: busy", what, job=self._launch.job)
-        run = self._ledger.unfinished(self._launch.job)
         unchanged = "Nothing was started; the refusal is recorded."
         if stuck := stalled(self._ledger, self._job_config, run, self._host):
             to = "let it go on" if stuck.todo.startswith("kill -CONT") else "end it"
@@ -13662,9 +13697,9 @@ class Supervisor:
 
         The end is what is to be recorded where it has recorded none.
         """
-        self._nothing_lives = False
+        log, self._nothing_lives = self._open_log(run), False
         try:
-            worker = WorkerProcess(order, self._open_log(run), run, self._host)
+            worker = WorkerProcess(order, log, run, self._host)
         except BatchrunError as refusal:
             self._nothing_lives = True
             return letter_end(refusal)._replace(ending=Ending.DIED), None
@@ -13696,8 +13731,7 @@ class Supervisor:
     def _clean_and_cancel(self, run: Run) -> Outcome:
         """Let a worker call what is pending of a run's job; then cancel the run if that is due."""
         ledger = self._ledger
-        ledger.begin_cleaning(run, self._me, self._who)
-        run = ledger.run(run.key)
+        run = ledger.begin_cleaning(run, self._me, self._who)
         seen, worker = self._work(run, self._order(run)._replace(cleans=True))
         ended = worker.diagnosis if worker else {}
         run = ledger.end_cleaning(run, run.generation, seen, self._who, **ended)
@@ -14281,7 +14315,8 @@ class Stopper:
         while not self._has_stopped(host):
             waited_s = host.monotonic() - began
             known = {p for p in known.union(self._owners(host)) if host.is_alive(p)}
-            words = f"waiting for {processes_text(known, host, aged=False)}"
+            blocks = known or holders(self._lock, host)
+            words = f"waiting for {processes_text(blocks, host, aged=False)}"
             if words != told:
                 say(words)
             told = words
@@ -14311,7 +14346,7 @@ class Stopper:
 
     def _owners(self, host: Host) -> list[ProcessIdentity]:
         """Return the living owners: those recorded, and what holds the lock below them."""
-        alive = living(self._ledger.last_attempt(self._run), host)
+        alive = owners_of(self._ledger, self._run, host)
         below = {pid for process in alive for pid in host.children(process.pid)}
         below |= {pid for child in below for pid in host.children(child)}
         held = holders(self._lock, host)
@@ -14405,9 +14440,10 @@ class Reconciler:
 
     def _looked_up(self, job: str, rows: list[Operation], *, settled: bool) -> dict[int, Told]:
         """Return, by id, what is known after lookups; `settled` waits until absent is true."""
-        told, settle_s = self._asked(job, rows), self._config.job(job).settle_s
+        told = self._asked(job, rows)
         absent = [row for row in rows if told[row.id].outcome == FREED]
         if settled and absent:
+            settle_s = self._config.job(job).settle_s
             self._say(f"{job}: {len(absent)} are absent; asked again in {settle_s:g} s")
             self._host.sleep(settle_s)
             told |= self._asked(job, absent)
@@ -14417,9 +14453,13 @@ class Reconciler:
         """Return what the job's lookups say, called in a process of their own."""
         import subprocess
 
+        try:
+            call_s = self._config.job(job).call_timeout_s
+        except NotFound as error:
+            return {row.id: told_by_lookup(row, None, None, error.what) for row in rows}
         asked = [(row.key, row.lookup) for row in rows if row.lookup]
         order = json.dumps([str(self._config.path), job, asked])
-        limit_s = PROBE_START_S + len(asked) * (self._config.job(job).call_timeout_s + 1)
+        limit_s = PROBE_START_S + len(asked) * (call_s + 1)
         answers: dict[str, list[Any]] = {}
         cut = "it did not end in time"
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -14634,10 +14674,10 @@ class Drainer:
 
     def _is_free(self, run: Run) -> bool:
         """Tell whether nobody can write to a run any more; its lock is the proof."""
-        run, attempt = self._ledger.run(run.key), self._ledger.last_attempt(run)
-        if attempt is None:
+        run = self._ledger.run(run.key)
+        if self._ledger.last_attempt(run) is None:
             return True
-        if living_owners(run, attempt, self._host):
+        if owners_of(self._ledger, run, self._host):
             return False
         with holding(JobLock(self._state.lock_path(run.job))) as is_free:
             if is_free:
@@ -14653,17 +14693,17 @@ class Drainer:
             if not wish.finish and run.request is None and run.state in OWNED:
                 self._ledger.ask_to_drain(run, self._who)
             if wish.interrupts and late_s >= 0:
-                self._interrupt(run, cast("Attempt", self._ledger.last_attempt(run)))
+                self._interrupt(run)
 
-    def _interrupt(self, run: Run, attempt: Attempt) -> None:
+    def _interrupt(self, run: Run) -> None:
         """Send the supervisor two stops, far enough apart; a worker without one, its own."""
-        supervisor, worker, alive = attempt.supervisor, attempt.worker, self._host.is_alive
-        if alive(supervisor):
-            self._send(run, supervisor, signal.SIGTERM, 1)
-            if self._host.monotonic() > self._sent[supervisor, 1] + SECOND_STOP_AFTER_S:
-                self._send(run, supervisor, signal.SIGTERM, 2)
-        elif worker and alive(worker):
-            self._send(run, worker, signal.SIGUSR1, 1)
+        attempt = cast("Attempt", self._ledger.last_attempt(run))
+        for owner in owners_of(self._ledger, run, self._host)[:1]:
+            is_supervisor = owner == attempt.supervisor
+            self._send(run, owner, signal.SIGTERM if is_supervisor else signal.SIGUSR1, 1)
+            since_s = self._host.monotonic() - self._sent[owner, 1]
+            if is_supervisor and since_s > SECOND_STOP_AFTER_S:
+                self._send(run, owner, signal.SIGTERM, 2)
 
     def _send(self, run: Run, to: ProcessIdentity, number: signal.Signals, stop: int) -> None:
         """Send a stop to a run's owner, each once, and leave a row of it."""
@@ -14742,7 +14782,7 @@ class Drainer:
         """Return how a run stands, without taking its lock."""
         attempt, owners = self._ledger.last_attempt(run), list[ProcessIdentity]()
         if attempt is not None and run.key not in self._free:
-            owners = living_owners(run, attempt, self._host)
+            owners = owners_of(self._ledger, run, self._host)
             held = holders(JobLock(self._state.lock_path(run.job)), self._host)
             owners += [each for each in held if each not in owners]
         return Drained(
@@ -14768,15 +14808,6 @@ class Drainer:
             return self._stops.exit_code()
         stuck = any(each.frozen or each.stands == "orphaned" for each in account.runs)
         return ExitCode.PERSON_NEEDED if stuck or wish.interrupts else ExitCode.BUSY
-
-
-def living_owners(run: Run, attempt: Attempt, host: Host) -> list[ProcessIdentity]:
-    """Return the recorded processes that may still write to a run.
-
-    The supervisor of a run at rest may be at another one: the tick begins one after another.
-    """
-    is_there = run.state in OWNED
-    return [each for each in living(attempt, host) if is_there or each == attempt.worker]
 
 
 def drained_as(run: Run, attempt: Attempt | None, owners: Sequence[ProcessIdentity]) -> str:
@@ -15365,8 +15396,7 @@ def frame(head: list[str], tail: list[str], columns: int, rows: int) -> list[str
 def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
     """Return what the screen about one run has beyond its line in the table."""
     attempts, times = ledger.attempts(run), ledger.batch_times(run)
-    last = ledger.commit_row(run, run.number)
-    owners = owners_of(run, attempts[-1] if attempts else None, host)
+    last, owners = ledger.commit_row(run, run.number), owners_of(ledger, run, host)
     reading, check = ledger.readings(run, 1), ledger.health_checks(run, 1)
     return {
         "owners": processes_text(owners, host) if owners else "",
@@ -15398,10 +15428,10 @@ def course_text(run: Run, last: BatchRow | None) -> str:
     return mask_secrets(", ".join(done))
 
 
-def summarise_configured(job_config: JobConfig, folder: Path) -> dict[str, Any]:
+def summarise_configured(config: Config, job_config: JobConfig) -> dict[str, Any]:
     """Import a configured job and return what it declares; its mistakes are letters."""
-    found = load_job(job_config)
-    found.settings_from(job_config, {}, folder)
+    found = installed_job(config, job_config)
+    found.settings_from(job_config, {}, config.folder)
     kinds = _declared(found.settings, job_config.name) if found.settings else {}
     settings = []
     for each in _declared_fields(found.settings):
@@ -16950,7 +16980,7 @@ def screen_of(app: App, ledger: Ledger, run: Run) -> dict[str, Any]:
     Of one that rests its job's file is imported to know that, if it is this user's own.
     """
     leaks, obstacles = [event.why for event in ledger.events(run, what=LEAK)], list[str]()
-    if run.finished or owners_of(run, ledger.last_attempt(run), app.host):
+    if run.finished or owners_of(ledger, run, app.host):
         return {"leaks": leaks}
     with contextlib.suppress(OSError):
         if holders := JobLock(app.state.lock_path(run.job)).owners(app.host):
@@ -17072,7 +17102,7 @@ def log_lines(app: App, name: str, *, follow: bool) -> Iterator[LogLine]:
         with app.ledger(write=False) as ledger:  # never kept open: that would keep the WAL
             run = app.find_run(ledger, name)
             events = ledger.events(run, after=seen)
-            goes_on = follow and bool(owners_of(run, ledger.last_attempt(run), app.host))
+            goes_on = follow and bool(owners_of(ledger, run, app.host))
         name, seen = run.id, events[-1].id if events else seen
         log = log or LogFile(app.state.log_path(run), run.created_at)
         lines = log.new_lines(to_end=not goes_on)
@@ -17345,9 +17375,13 @@ def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) 
     with app.ledger(write=True) as ledger:
         found = app.find_run(ledger, run)
         ledger.approve(found, name, who, reason, app.who)
+        stands = standing(ledger, ledger.run(found.key), app.host)
     text = f"run {found.id} of {found.job}: {name!r} is approved by {who}"
-    todo = f"\nthe tick goes on with it; at once: batchrun resume {found.id}"
-    return Result(text + todo, {"run": found.id, "approval": name, "who": who, "why": reason})
+    then = "the tick goes on with it; at once" if stands.is_due else "to type"
+    return Result(
+        f"{text}\n{then}: {stands.todo}",
+        {"run": found.id, "approval": name, "who": who, "why": reason},
+    )
 
 
 @command(
@@ -17642,12 +17676,11 @@ def jobs_command(app: App) -> ExitCode:
             last[run.job] = {"run": run.id, "state": state, "since": run.changed_at}
     documents: list[dict[str, Any]] = []
     wrong: list[BatchrunError] = []
-    os.chdir(app.config.folder)
     for name, job_config in app.config.jobs.items():
         document: dict[str, Any] = {"job": name, "file": str(job_config.path)}
         document["last_run"] = last.get(name)
         try:
-            document |= summarise_configured(job_config, app.config.folder)
+            document |= summarise_configured(app.config, job_config)
         except BatchrunError as error:
             wrong.append(error)
             document["error"] = error.what

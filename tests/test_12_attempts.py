@@ -1,5 +1,6 @@
 """One attempt after another: tries, retries, plan B, limits, and what the endings are called."""
 
+import contextlib
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import apsw
 import pytest
 from conftest import Ended, Project, wait_for
 from test_11_worker import (
@@ -208,6 +210,39 @@ def test_retry_if_is_asked_with_the_exception_itself(project: Project) -> None:
     )
     assert project.run("run", "sync").code == 1
     assert attempts(project) == [("raised", 1, 1), ("raised", 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("driver", "how"), [("sqlite3", "sqlite3.connect('t.db', timeout=0.01)"), ("apsw", "busy()")]
+)
+def test_a_target_that_is_locked_before_its_first_mark_is_tried_again(
+    project: Project, driver: str, how: str
+) -> None:
+    project.write(
+        'min_free = "1MB"\n[jobs.sync]\n',
+        sync=f"""
+        import {driver}
+        from batchrun import job
+
+        def busy():
+            connection = apsw.Connection("t.db")
+            connection.set_busy_timeout(10)
+            return connection
+
+        @job
+        def sync(ctx):
+            for batch in ctx.batches([1], target={how}):
+                with batch.transaction():
+                    pass
+                yield batch
+        """,
+    )
+    with contextlib.closing(apsw.Connection(str(project.folder / "t.db"))) as other:
+        other.execute("BEGIN IMMEDIATE; CREATE TABLE a (b)")
+        ended = project.run("run", "sync")
+    assert ended.code == 1
+    assert "locked" in ended.err
+    assert attempts(project) == [("raised", 1, 1)]
 
 
 def test_a_letter_is_not_tried_again_and_costs_no_try(project: Project) -> None:

@@ -684,6 +684,67 @@ def test_postgresql_is_stopped_and_started_in_the_middle_of_a_run(
     assert attempts(project) == [("raised", 0, 1), ("succeeded", 0, None)]
 
 
+CONNECTS = """\
+from batchrun import job
+
+@job(retry_if=lambda error: {retry_if})
+def sync(ctx):
+    ctx.connect("{url}")
+    for batch in ctx.batches([1]):
+        yield batch
+"""
+
+
+def test_a_database_that_does_not_let_in_is_tried_again_and_costs_no_try(
+    project: Project, feed: Feed
+) -> None:
+    pytest.importorskip("psycopg", reason="NO PSYCOPG: install '.[test]'")
+    feed.goes_away()
+    url = f"postgres://u@127.0.0.1:{feed.port}/x"
+    config = 'min_free = "1MB"\n[defaults]\nmax_tries = 1\nretry_first_wait = "1ms"\n[jobs.sync]\n'
+    project.write(config, sync=CONNECTS.format(retry_if="True", url=url))
+    process, ledger = project.start("run", "sync"), project.state / "ledger.db"
+    wait_for(lambda: ledger.exists() and len(attempts(project)) > 2, "the third attempt")
+    process.terminate()
+    assert project.finish(process).code == 75
+    assert {attempt[1] for attempt in attempts(project)} == {0}
+    project.write(f"{config}retry_for = '0'\n")
+    ended = project.run("run", "sync")
+    assert (ended.code, run_row(project)) == (13, ("paused", "retry", 0))
+    assert f"The database {url} does not let us in.\n" in ended.err
+    assert "Check that it runs, and the name and password in the configuration.\n" in ended.err
+    project.write(config, sync=CONNECTS.format(retry_if="False", url=url))
+    assert (project.run("run", "sync").code, run_row(project)) == (1, ("failed", "", 0))
+
+
+def test_k43_a_database_that_is_down_at_the_start_is_waited_for(
+    project: Project, cluster: Cluster
+) -> None:
+    cluster.stop()
+    project.write(
+        f"""
+        min_free = "1MB"
+        [health]
+        check_interval = "200ms"
+        recheck_after = "100ms"
+        good_in_a_row = 1
+        [[health.database]]
+        name = "stock"
+        url = "{cluster.url}"
+        [defaults]
+        max_tries = 1
+        [jobs.sync]
+        """,
+        sync=CONNECTS.format(retry_if="True", url=cluster.url),
+    )
+    process = project.start("run", "sync")
+    ledger = project.state / "ledger.db"
+    wait_for(lambda: ledger.exists() and is_paused(project), "the pause")
+    cluster.start()
+    assert project.finish(process).code == 0
+    assert attempts(project)[-1] == ("succeeded", 0, None)
+
+
 def test_patience_counts_a_pause_once_and_not_as_time_of_trying() -> None:
     class Clock(batchrun.Host):
         now_s = 100.0

@@ -924,10 +924,12 @@ def test_doctor_asks_only_for_what_the_named_job_needs(project: Project) -> None
     assert project.run("doctor", "c").code == 4
 
 
-def test_what_a_job_prints_is_no_part_of_what_doctor_says(project: Project) -> None:
+def test_what_a_job_prints_is_no_part_of_what_a_command_says_of_it(project: Project) -> None:
     project.write("[jobs.a]\n", a="print('noise')\nfrom batchrun import job\n@job\ndef a(c): yield")
     names = {row["name"] for row in project.run("doctor", "--json").document["examined"]}
     assert "job a" in names
+    (found,) = project.run("jobs", "--json").document["jobs"]
+    assert (found["job"], found["version"]) == ("a", 1)
 
 
 def test_doctor_ends_with_0_if_all_is_well(project: Project) -> None:

@@ -720,9 +720,9 @@ def test_a_start_by_the_wrong_user_is_told_to_that_user_alone(project: Project, 
 # SQLite itself makes the COMMIT fail.
 NO_COMMIT = """\
 real = batchrun.Ledger.{verb}
-def fails(ledger, *given):
+def fails(ledger, *given, **named):
     ledger._connection.set_commit_hook(lambda: True)
-    real(ledger, *given)
+    real(ledger, *given, **named)
 
 batchrun.Ledger.{verb} = fails
 """
@@ -757,6 +757,29 @@ def test_after_a_commit_of_unknown_outcome_it_is_told_without_a_record(
     launch = launch_with("exec(open('commit.py').read())")
     assert project.run("run", "sync", launch=launch).code == 5
     assert (kinds_heard(ear), deliveries(project)) == (["awaiting"], [])
+
+
+def test_what_a_success_has_pruned_with_unknown_outcome_is_told_as_such(
+    project: Project, ear: Ear
+) -> None:
+    alert(project, f'[alerts]\nwebhook = "{ear.url}/in"\n')
+    project.write_file("commit.py", NO_COMMIT.format(verb="prune_the_rest"))
+    ended = project.run("run", "sync", launch=launch_with("exec(open('commit.py').read())"))
+    ((run,),) = rows(project, "SELECT id FROM run WHERE state = 'succeeded'")
+    assert (ended.code, kinds_heard(ear), deliveries(project)) == (5, ["awaiting"], [])
+    assert ended.err.startswith("The ledger's COMMIT failed. ")
+    assert f"Run {run} of sync stays succeeded: only old ones were to go.\n" in ended.err
+
+
+def test_after_a_refusal_of_unknown_outcome_the_tick_begins_nothing_more(project: Project) -> None:
+    alert(project, '[jobs.other]\nuses = "sync"\n')
+    for job in ("sync", "other"):
+        assert project.run("run", job, "--batches", "1").code == 75
+    assert project.run("maintenance", "on", "--job", "sync").code == 0
+    project.write_file("commit.py", NO_COMMIT.format(verb="refuse"))
+    launch = launch_with("exec(open('commit.py').read())")
+    ended = project.run("resume", "--all", launch=launch)
+    assert (ended.code, len(rows(project, "SELECT 1 FROM attempt"))) == (5, 2)
 
 
 # --- pings --------------------------------------------------------------------------------------

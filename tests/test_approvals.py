@@ -482,6 +482,19 @@ def test_a_pause_asked_for_while_a_question_is_open_is_lifted_by_a_person(ledger
     ledger.close()
 
 
+def test_an_answer_to_a_paused_run_says_that_only_a_person_goes_on(waiting: Project) -> None:
+    run = run_id(waiting)
+    assert waiting.run("pause", "sync").code == 0
+    ended = waiting.run("approve", "sync", "new prices", "--why", "yes", "--by", "ann")
+    assert ended.out == (
+        f"run {run} of sync: 'new prices' is approved by ann\nto type: batchrun resume {run}\n"
+    )
+    held = f"A pause was asked for; only batchrun resume {run} goes on.\n"
+    assert held in waiting.run("status", "sync").out
+    assert waiting.run("resume", "--all").code == 0
+    assert run_row(waiting) == ("awaiting", "approval", 2)
+
+
 def test_a_given_approval_is_shown_with_who_and_why(waiting: Project) -> None:
     assert waiting.run("approve", "sync", "new prices", "--by", "Ada", "--why", "seen").code == 0
     assert "'new prices' is approved by Ada: seen" in waiting.run("status", "sync").out

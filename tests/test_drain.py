@@ -15,7 +15,7 @@ from test_11_worker import at, rows, worker_of
 from test_12_supervisor import error_output
 from test_14_command_line import on_a_terminal
 from test_maintenance import LONG, Crowd, crowd_in, held, lockfile
-from test_stopping import is_gone
+from test_stopping import gone_on_elsewhere, is_gone
 
 from batchrun import Host
 
@@ -330,6 +330,14 @@ def test_an_orphan_past_the_deadline_is_interrupted_too(shop: Project) -> None:
     let_go(shop)
     finish(shop)
     assert done(shop) == [*range(1, 11)]
+
+
+def test_a_supervisor_that_has_gone_on_to_another_run_is_not_interrupted(shop: Project) -> None:
+    assert shop.run("run", "sync", "--batches", "1").code == 75
+    with gone_on_elsewhere(shop):
+        draining = start_drain(shop, "--deadline", "0s", "--then", "interrupt")
+    assert shop.finish(draining).code == 0
+    assert rows(shop, "SELECT * FROM event WHERE what = 'drain interrupts'") == []
 
 
 def test_a_frozen_owner_needs_a_person(shop: Project) -> None:

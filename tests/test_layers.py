@@ -18,23 +18,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
-    "Vocabulary": 605,
+    "Vocabulary": 615,
     "Host": 855,
     "Configuration": 1_255,
     "Checkpoints": 520,
     "Ledger": 2_670,
     "Locks and maintenance": 435,
     "Health": 840,
-    "Jobs": 2_835,
+    "Jobs": 2_845,
     "Operations": 635,
-    "Recovery": 1_100,
-    "Worker": 945,
-    "Supervisor": 1_975,
-    "Reports": 1_500,
+    "Recovery": 1_120,
+    "Worker": 950,
+    "Supervisor": 1_970,
+    "Reports": 1_495,
     "Command line": 1_730,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 18_029  # must stay under
+LINES_IN_ALL = 18_062  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

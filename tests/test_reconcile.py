@@ -318,6 +318,17 @@ def test_a_job_that_cannot_be_loaded_says_why_nothing_was_looked_up(post: Post) 
     assert "No module named 'nowhere'" in row["why"]
 
 
+def test_a_job_that_is_configured_no_more_keeps_no_other_from_being_looked_up(post: Post) -> None:
+    post.begin("look", bad="de")
+    other = CONFIG.format(settle="0s").replace("[jobs.push]", '[jobs.other]\nuses = "push"')
+    post.project.write(other)
+    answer = ("--confirm", "letter/e", "--why", "x")
+    ended = post.project.run("--json", "reconcile", "--lookup", *answer)
+    rows = {row["key"]: row for row in ended.document["operations"]}
+    assert (ended.code, rows["letter/e"]["outcome"]) == (3, "confirmed")
+    assert rows["letter/d"]["why"].startswith('cannot tell: There is no job "push" in ')
+
+
 def test_a_drain_ends_with_13_while_an_operation_is_unknown(post: Post) -> None:
     run = post.begin("None")
     ended = post.project.run("drain")

@@ -1,8 +1,11 @@
 """Stopping a run from outside: asked and waited for, or its owner ended; never taken from it."""
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,7 @@ from test_12_attempts import is_zombie
 from test_12_supervisor import DEAF, error_output, is_locked, is_stopped
 
 import batchrun
-from batchrun import Busy, Host, Ledger, Reason, Request, RunState, open_ledger
+from batchrun import Busy, Host, JobLock, Ledger, Reason, Request, RunState, open_ledger
 
 
 def run_id(project: Project) -> str:
@@ -241,6 +244,45 @@ def test_kill_of_a_run_that_nobody_owns_signals_nobody(project: Project) -> None
     assert run_row(project)[0] == "cancelled"
 
 
+@contextlib.contextmanager
+def gone_on_elsewhere(project: Project) -> Iterator[None]:
+    """Let a run rest whose supervisor has gone on to another; meanwhile we hold its job's lock."""
+    elsewhere, lock = subprocess.Popen(["sleep", "60"]), JobLock(project.state / "locks/sync.lock")
+    found = Host().identify(elsewhere.pid)
+    assert found is not None
+    rows(project, f"UPDATE attempt SET supervisor = '{json.dumps(found._asdict())}'")
+    assert lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+        elsewhere.kill()
+        elsewhere.wait()
+
+
+def test_kill_signals_no_supervisor_that_has_gone_on_to_another_run(project: Project) -> None:
+    write_job(project)
+    project.run("run", "sync", "--batches", "1")
+    with gone_on_elsewhere(project):
+        killing = project.start("cancel", "--kill", "sync")
+        wait_for(lambda: "waiting" in error_output(project, killing), "it to wait")
+    ended = project.finish(killing)
+    assert (ended.code, ended.err) == (0, f"waiting for pid {os.getpid()}\n")
+    assert (run_row(project)[0], sent(project)) == ("cancelled", [])
+
+
+def test_who_is_refused_as_busy_is_told_of_the_process_that_has_the_lock(project: Project) -> None:
+    write_job(project)
+    project.run("run", "sync", "--batches", "1")
+    with gone_on_elsewhere(project):
+        for sql in ("SELECT 1", "UPDATE attempt SET supervisor = json_set(supervisor, '$.pid', 0)"):
+            rows(project, sql)  # at another run, or gone
+            ended = project.run("-v", "run", "sync")
+            assert ended.code == 11
+            assert f"sync is busy: pid {os.getpid()} (for " in ended.err
+            assert "which a killed supervisor left behind" not in ended.err
+
+
 def test_kill_never_signals_another_process_that_has_the_number_now(project: Project) -> None:
     write_job(project, "hold('go')")
     process = start_held(project)
@@ -361,13 +403,29 @@ def test_what_is_asked_of_a_run_is_shown_with_what_to_type_next(
     project.finish(process)
 
 
-def test_a_pause_that_outlives_its_owner_is_shown(project: Project) -> None:
+@pytest.mark.parametrize(
+    ("wish", "held", "verb"),
+    [
+        ("pause", "A pause was asked for; only batchrun resume {} goes on.", "resume"),
+        ("cancel", "A cancel was asked for, and is not done yet.", "cancel"),
+        ("drain", "", "resume"),
+    ],
+)
+def test_what_was_asked_of_a_run_whose_owner_is_gone_is_shown_as_it_is(
+    project: Project, wish: str, held: str, verb: str
+) -> None:
     write_job(project, "hold('go')")
     process = start_held(project)
     worker = worker_of(process)
-    project.run("pause", "sync")
+    if wish == "drain":
+        rows(project, "UPDATE run SET request = 'drain'")
+    else:
+        project.run(wish, "sync")
     for pid in (process.pid, worker):
         os.kill(pid, signal.SIGKILL)
     project.finish(process)
-    held = f"A pause was asked for; only batchrun resume {run_id(project)} goes on."
-    assert held in project.run("status", "sync").out
+    shown = project.run("status", "sync").out
+    lines = [line.strip().removeprefix("why").strip() for line in shown.splitlines()]
+    asked = [line for line in lines if " asked for" in line]
+    assert asked == [held.format(run_id(project))] * bool(held)
+    assert shown.endswith(f"to type: batchrun {verb} {run_id(project)}\n")
