@@ -10,6 +10,7 @@ Nothing is shared between starts but loaded modules; batchrun has opened nothing
 ledger.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -143,7 +144,8 @@ def serve() -> None:
             while not is_traced(pid) and strace.poll() is None:
                 time.sleep(0.001)
         tell(pid=pid)
-        os.write(go, b"!")
+        with contextlib.suppress(BrokenPipeError):  # the fault has killed it before its first line
+            os.write(go, b"!")
         os.close(go)
         _, status = os.waitpid(pid, 0)
         if strace:
