@@ -9213,10 +9213,11 @@ def _open_postgres(url: str) -> Any:
         return psycopg.connect(url)
     except psycopg.Error as error:
         answered = isinstance(error, psycopg.OperationalError)
+        words = mask_secrets(str(error).strip())
+        why = words if words.endswith((".", "?")) else f"{words}."
         raise (Unreachable if answered else JobError)(
             f"The database {mask_secrets(url)} does not let us in.",
-            # the other errors quote the address
-            why=mask_secrets(str(error).strip()) if answered else "Its address cannot be read.",
+            why=why if answered else "Its address cannot be read.",  # other errors quote it
             unchanged="Nothing was changed.",
             todo="Check that it runs, and the name and password in the configuration.",
         ) from None

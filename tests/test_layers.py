@@ -25,7 +25,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Ledger": 2_670,
     "Locks and maintenance": 435,
     "Health": 840,
-    "Jobs": 2_845,
+    "Jobs": 2_850,
     "Operations": 635,
     "Recovery": 1_120,
     "Worker": 950,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 1_730,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 18_062  # must stay under
+LINES_IN_ALL = 18_063  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
