@@ -14867,14 +14867,14 @@ def summarise_reject(row: RejectRow) -> dict[str, Any]:
     return {**kept, "raw": bool(row.raw), "can_retry": row.value is not None}
 
 
-def render_rejects(rejects: list[dict[str, Any]]) -> str:
-    """Return rejects as a table: one line each."""
+def render_rejects(rejects: list[dict[str, Any]], columns: int) -> str:
+    """Return rejects as a table."""
     rows = [["id", "state", "commit", "loop", "record", "reason"]]
     for reject in rejects:
         state = reject["state"] + ("" if reject["can_retry"] else ", text only")
         where = (str(reject["number"]), reject["loop"], reject["record"], reject["reason"])
         rows.append([str(reject["id"]), state, *where])
-    return render_table(rows)
+    return render_table(rows, columns)
 
 
 def render_reject(reject: dict[str, Any]) -> str:
@@ -14913,15 +14913,15 @@ def summarise_answered(row: Answered, *, applied: bool) -> dict[str, Any]:
     }
 
 
-def render_answered(documents: list[dict[str, Any]]) -> str:
-    """Return operations of unknown outcome as a table, and what follows."""
+def render_answered(documents: list[dict[str, Any]], columns: int) -> str:
+    """Return operations of unknown outcome as a table."""
     words = {DONE: "done", CONFIRMED: "was done", FREED: "was not done", None: "unknown"}
     rows = [["key", "job", "run", "claimed at", "answer", "why"]]
     for each in documents:
         answer = words[each["outcome"]] + " (recorded)" * each["applied"]
         claimed_at = moment_text(each["claimed_at"])
         rows.append([each["key"], each["job"], each["run"], claimed_at, answer, each["why"]])
-    return render_table(rows)
+    return render_table(rows, columns)
 
 
 def summarise_rollback(ledger: Ledger, rollback: Rollback) -> dict[str, Any]:
@@ -15775,11 +15775,12 @@ def render_examined(rows: Iterable[Examined]) -> str:
     )
 
 
-def render_table(rows: Sequence[Sequence[str]]) -> str:
+def render_table(rows: Sequence[Sequence[str]], room: int = 0) -> str:
     """Return rows of text as columns; the first row is the heading.
 
-    Each row is one line. Its first cell is whole, for it may be typed, and so is its last one; in
-    between CELL_WIDTH is the most.
+    Its first cell is whole, for it may be typed, and so is its last one; in between CELL_WIDTH is
+    the most. Each row is one line; in a terminal of so many columns, the cells that do not fit
+    are below it, each with its name.
     """
     most = [sys.maxsize, *[CELL_WIDTH] * (len(rows[0]) - 2), sys.maxsize][-len(rows[0]) :]
     lines = [
@@ -15790,7 +15791,49 @@ def render_table(rows: Sequence[Sequence[str]]) -> str:
     for column in zip(*lines, strict=True):
         width = width_of(column)
         columns.append([cell + " " * (width - width_of([cell])) for cell in column])
-    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+    names = [name.strip() for name, *_ in columns]
+    placed = (placed_cells(names, row, room) for row in zip(*columns, strict=True))
+    return "\n".join(chain.from_iterable(placed))
+
+
+def placed_cells(names: list[str], row: Sequence[str], room: int) -> Iterator[str]:
+    """Yield a row's line, and one for each cell that has no room there."""
+    beside = len(row)
+    while beside > 1 and 0 < room < width_of(["  ".join(row[:beside]).rstrip()]):
+        beside -= 1
+    yield "  ".join(row[:beside]).rstrip()
+    if list(map(str.strip, row)) != names:
+        below = zip(names[beside:], map(str.strip, row[beside:]), strict=True)
+        yield from (f"    {name}: {cell}" for name, cell in below if cell)
+
+
+# What is broken only where it does not fit on a line of its own: a word, what is to be typed, and
+# a number with its unit; and what comes before a line's text: its time, or its name.
+WORD = r"""\s*(?:(?<=:\ )(?:batchrun|sudo|systemctl)\ .*|(?<=\ \ )batchrun\ .*
+  |\d\S*\ (?:m?s|.B)\b\S*|\S+)"""
+BEFORE_TEXT = r"\S+Z [A-Z]+ +|\s*\S.*?  +"
+
+
+def fold(text: str, columns: int) -> str:
+    """Return text whose lines fit a terminal, broken between words; 0 columns: as it is."""
+    if not columns:
+        return text
+    return "\n".join(chain.from_iterable(folded(line, columns) for line in text.split("\n")))
+
+
+def folded(line: str, columns: int) -> Iterator[str]:
+    """Yield a line in pieces; what is broken goes on below where its text began."""
+    begin, piece = len(line) - len(line.lstrip()), ""
+    if width_of([line]) > columns and (before := re.match(BEFORE_TEXT, line)):
+        begin = before.end() if before.end() <= columns // 2 else begin + 4
+    for word in re.findall(WORD, line, re.VERBOSE) if width_of([line]) > columns else ():
+        below = " " * begin + word.lstrip()
+        if len(piece) > begin and width_of([piece + word]) > columns >= width_of([below]):
+            yield piece
+            piece = below
+        else:
+            piece += word
+    yield piece or line
 
 
 # -- sheets: what a report shows, once for HTML, Markdown and text ---------------------------------
@@ -16143,8 +16186,8 @@ def row_of_run(run: dict[str, Any], runs: list[dict[str, Any]]) -> list[str | Ba
 # -- sheets as text, as Markdown, as HTML ----------------------------------------------------------
 
 
-def render_sheet(sheet: Sheet) -> str:
-    """Return a sheet as text; of its plots, what they show in words."""
+def render_sheet(sheet: Sheet, columns: int = 0) -> str:
+    """Return a sheet as text for a terminal so wide; of its plots, what they show in words."""
     shown = [sheet.title]
     for part in sheet.parts:
         pairs = [*part.pairs, *((plot.title, plot.words) for plot in part.plots)]
@@ -16153,7 +16196,7 @@ def render_sheet(sheet: Sheet) -> str:
             [f"{c} {'#' * round(8 * c.share)}" if isinstance(c, Bar) else c for c in row]
             for row in part.table
         ]
-        shown += [render_table(rows)] if rows else []
+        shown += [render_table(rows, columns)] if rows else []
         shown += [f"to type: {part.todo}"] * bool(part.todo)
     return "\n".join(shown)
 
@@ -16337,7 +16380,8 @@ def times_of(sheet: Sheet) -> Iterator[tuple[float, str]]:
 # Results go to stdout, progress and errors to stderr. A terminal gets one live line; the journal,
 # or -v, plain lines; everything else (cron, pipes) nothing on success and one letter otherwise.
 # Output that cannot be written never stops a run. A result that cannot be written is OutputRefused,
-# unless its reader went away. What is shown has no control characters but those that draw.
+# unless its reader went away. What is shown has no control characters but those that draw, and on
+# a terminal its lines are broken between words, unless they are pasted into a file.
 #
 # click takes 40 ms to load and a worker parses nothing: `command` only keeps what a command is
 # made of, and `build_command_line` makes click's objects of it. A command returns its Result, which
@@ -16360,6 +16404,7 @@ class Result(NamedTuple):
     text: str
     document: dict[str, Any]
     found: bool = False  # something that a person should look at: exit code 3
+    is_pasted: bool = False  # into a file, so that its lines are as long as they are
 
 
 Ended = Result | ExitCode  # how a command ended, which may have written its result by itself
@@ -16485,11 +16530,13 @@ class Console:
             OutputRefused: it cannot be written; a reader that has gone away is no error.
         """
         with contextlib.suppress(BrokenPipeError):
-            self.write(shown.text, shown.document)
+            self.write(shown.text, shown.document, is_pasted=shown.is_pasted)
 
-    def write(self, text: str, document: Any) -> None:
+    def write(self, text: str, document: Any, *, is_pasted: bool = False) -> None:
         """Write a result, or a part of one, to a reader that may go away: BrokenPipeError."""
-        shown = json.dumps(document, default=str) if self.as_json else visible(self.typed(text))
+        columns = 0 if is_pasted else self._host.terminal_columns(1)
+        shown = fold(visible(self.typed(text)), columns)
+        shown = json.dumps(document, default=str) if self.as_json else shown
         try:
             write_all(1, f"{mask_secrets(shown)}\n".encode())
         except BrokenPipeError:
@@ -16580,6 +16627,11 @@ class App:
         self.console.config = str(Path(config).absolute()) if config else self.console.config
         for name, is_on in ways.items():
             setattr(self.console, name, getattr(self.console, name) or is_on)
+
+    @property
+    def columns(self) -> int:
+        """The width of the terminal that results go to; 0 if it is none."""
+        return self.host.terminal_columns(1)
 
     @functools.cached_property
     def who(self) -> str:
@@ -16839,9 +16891,8 @@ def status_command(app: App, *, name: str | None, watch: bool) -> Ended:
     if watch:
         return watch_status(app, name)
     said, document = status_of(app, name, screen_of)
-    now, columns = app.host.now(), app.host.terminal_columns(1)
-    jobs, maintenance = document["jobs"], document["maintenance"]
-    text = render_one_status(jobs[0], now) if name else render_status(jobs, now, columns)
+    jobs, maintenance, now = document["jobs"], document["maintenance"], app.host.now()
+    text = render_one_status(jobs[0], now) if name else render_status(jobs, now, app.columns)
     for job in jobs:
         job["next"] = app.console.typed(job["next"])
     needs_someone = any(job["needs_someone"] for job in jobs)
@@ -16896,7 +16947,7 @@ def show(host: Host, lines: list[str], encoding: str) -> bool:
 
 def watch_status(app: App, name: str | None) -> ExitCode:
     """Draw how jobs stand until q or Ctrl-C is typed or the terminal is gone; reads only."""
-    if app.console.as_json or not (os.isatty(0) and app.host.terminal_columns(1)):
+    if app.console.as_json or not (os.isatty(0) and app.columns):
         what = "status --watch draws on a terminal, and here is none (or TERM is dumb, or --json)."
         raise ConfigurationError(what, todo=f"Type: batchrun status {name or ''}".rstrip())
     encoding = sys.stdout.encoding or "ascii"
@@ -17068,8 +17119,8 @@ def result_of_report(
             write_atomically(path, content, mode=0o666)
         text, document = f"written: {path}", {"html": str(path), "bytes": len(content)}
     else:
-        text = render_markdown(sheet) if how["markdown"] else render_sheet(sheet)
-    return Result(text, document)
+        text = render_markdown(sheet) if how["markdown"] else render_sheet(sheet, app.columns)
+    return Result(text, document, is_pasted=how["markdown"])
 
 
 FOLLOW_EVERY_S = 0.25
@@ -17417,7 +17468,7 @@ def result_of_answers(app: App, ledger: Ledger, rows: list[Answered], *, applies
     """Return what is known of operations; a finding while the outcome of one is unknown."""
     documents = [summarise_answered(row, applied=applies) for row in rows]
     left = sum(not each["applied"] for each in documents)
-    text = render_answered(documents) if documents else "no operation is unknown"
+    text = render_answered(documents, app.columns) if documents else "no operation is unknown"
     if any(each["outcome"] and not applies for each in documents):
         text += "\nnothing is recorded yet: type it again with --apply"
     elif left:
@@ -17490,13 +17541,15 @@ IDS = word("ids", nargs=-1, type=at_least(1))
 def rejects_list_command(app: App, *, run: str | None, ids: tuple[int, ...]) -> Result:
     """List rejected records; without RUN, the runs of which some wait for a person."""
     if run is not None:
-        return result_of_rejects(app, run, ids, render_rejects)
+        table = functools.partial(render_rejects, columns=app.columns)
+        return result_of_rejects(app, run, ids, table)
     with app.ledger(write=False) as ledger:
         found = ledger.runs_with_open_rejects()
     rows = [["run", "job", "ended", "open rejects"]]
     rows += [[run.id, run.job, moment_text(run.ended_at), str(count)] for run, count in found]
     documents = [{"run": run.id, "job": run.job, "open": count} for run, count in found]
-    return Result(render_table(rows) if found else "no open rejects", {"runs": documents})
+    text = render_table(rows, app.columns) if found else "no open rejects"
+    return Result(text, {"runs": documents})
 
 
 @command(word("run"), IDS, exits=[ExitCode.NOT_FOUND])
@@ -17709,7 +17762,7 @@ def metrics_command(app: App, *, write: str | None) -> Ended:
     with app.ledger(write=False) as ledger:
         text = app.metrics(ledger)
     if write is None:
-        return Result(text.rstrip("\n"), {"metrics": text})
+        return Result(text.rstrip("\n"), {"metrics": text}, is_pasted=True)
     write_metrics(Path(write), text)
     return ExitCode.DONE
 
@@ -17759,11 +17812,12 @@ def prune_command(app: App, *, keep: float | None, dry_run: bool) -> Result:
     text = f"{pruned} {'would go' if dry_run else 'went'}"
     gone = f", with {several(pruned.rows, 'row')} and {size_text(pruned.files_bytes)} of files"
     rows = [[str(getattr(run, name)) for name in names] for run in runs]
-    table = [render_table([["run", "job", "state", "ended"], *rows])] if rows and dry_run else []
+    table = [["run", "job", "state", "ended"], *rows]
+    shown = [render_table(table, app.columns)] if rows and dry_run else []
     documents = [{name: getattr(run, name) for name in names} for run in runs]
     counts = {"before": pruned.before, "rows": pruned.rows, "files_bytes": pruned.files_bytes}
     document = {"runs": documents, "dry_run": dry_run, **counts}
-    return Result("\n".join([*table, text + gone * (not dry_run)]), document)
+    return Result("\n".join([*shown, text + gone * (not dry_run)]), document)
 
 
 @command(
@@ -17783,7 +17837,7 @@ def unit_command(app: App, *, job: str | None, install: bool, force: bool, **ask
     if asked["cron"]:
         fields = timed.when(1) if timed.every else "*/5 * * * *"
         line = f"{fields}  {_typed(*timed.words)}".replace("%", "\\%")  # a plain one ends the line
-        return Result(line, {"line": line})
+        return Result(line, {"line": line}, is_pasted=True)
     marker = f"{UNIT_MARK}`unit {job or '--tick'}` of {app.config.path}"
     files = render_units(timed, marker).items()
     paths = {app.host.unit_folder / name: text for name, text in files}
@@ -17794,7 +17848,7 @@ def unit_command(app: App, *, job: str | None, install: bool, force: bool, **ask
     shown = [f"# {'wrote ' * install}{path}\n{text}" for path, text in paths.items()]
     text = "\n".join([*shown, "# to start it, type:", *(f"#   {line}" for line in todo)])
     documents = [{"path": path, "text": text} for path, text in paths.items()]
-    return Result(text, {"files": documents, "written": install, "todo": todo})
+    return Result(text, {"files": documents, "written": install, "todo": todo}, is_pasted=True)
 
 
 def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) -> Timed:
