@@ -3013,6 +3013,22 @@ def decode_cursor(text: str) -> Any:
     return _from_plain(json.loads(text))
 
 
+def cursor_text(text: str) -> str:
+    """Return an encoded cursor or key as a person writes it: `"Rotterdam", 10` of a tuple."""
+    value = decode_cursor(text)
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_written(each)}" for name, each in value.items())
+    return ", ".join(map(_written, value)) if isinstance(value, tuple | list) else _written(value)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, tuple | list | dict):
+        return f"({cursor_text(encode_cursor(value))})"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
 def require_round_trip(value: object) -> None:
     """Refuse a cursor that would come back as another value or another type.
 
@@ -14008,7 +14024,11 @@ def batch_text(run: Run, said: str = "") -> str:
     last = run.read + limit
     if run.expected is not None and run.expected > run.read:
         last = min(last, run.expected)
-    after = "at the beginning" if cursor == "null" else f"after cursor {mask_secrets(cursor)}"
+    after = (
+        "at the beginning"
+        if cursor == "null"
+        else f"after cursor {mask_secrets(cursor_text(cursor))}"
+    )
     return f"{number} (records {run.read + 1:,} to {last:,}, loop {loop}, {after})"
 
 
@@ -15422,8 +15442,8 @@ def course_text(run: Run, last: BatchRow | None) -> str:
         passed = parse_checkpoint(run.checkpoint)[0].passed
         done += [f"{kind} {name} done" for kind, name, *_ in passed]
     if last.kind == "batch" and not run.finished:
-        known = last.last_key not in (None, "null")
-        key = f" after key {cut(last.last_key or '', CELL_WIDTH)}" * known
+        last_key = last.last_key or "null"
+        key = f" after key {cut(cursor_text(last_key), CELL_WIDTH)}" * (last_key != "null")
         done.append(f"now loop {last.loop}{key}")
     return mask_secrets(", ".join(done))
 
