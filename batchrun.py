@@ -16445,40 +16445,41 @@ COMMANDS: list[CommandParts] = []
 def word(*names: str, **more: Any) -> tuple[Sequence[str], dict[str, Any]]:
     """Declare an argument ("run") or an option ("--all") of a command, for click.
 
-    A `type` is a function that makes click's type, which is called where click is loaded.
+    `reads` makes of its text what the command is given, or says by ValueError what is wanted.
     """
     return names, more
 
 
-def one_of(*words: str) -> Callable[[Any], Any]:
-    """Declare that it is one of these words."""
-    return lambda click: click.Choice(words, case_sensitive=False)
+class OneOf(tuple[str, ...]):
+    """Reads one of some words, in upper or lower case."""
+
+    __slots__ = ()
+
+    def __call__(self, text: str) -> str:
+        """Return the word as it is declared."""
+        for each in self:
+            if each.lower() == text.lower():
+                return each
+        raise ValueError(f"{', '.join(self[:-1])} or {self[-1]} is wanted")
 
 
-def at_least(least: int) -> Callable[[Any], Any]:
-    """Declare that it is a whole number, and no smaller one."""
-    return lambda click: click.IntRange(least)
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a reader of whole numbers that are no smaller."""
+
+    def read(text: str) -> int:
+        if text.isdecimal() and int(text) >= least:
+            return int(text)
+        raise ValueError(f"a whole number is wanted, {least} or more")
+
+    return read
 
 
-def file(click: Any) -> Any:
-    """Declare that it is a file or a folder, which a shell completes."""
-    return click.Path()
-
-
-def parsed(click: Any, parse: Callable[[str], Any]) -> Any:
-    """Declare that a command is given what a function makes of it, or says by ValueError."""
-
-    def parsed_text(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise click.BadParameter(f"{error}.") from error
-
-    return parsed_text
-
-
-duration = functools.partial(parsed, parse=parse_duration)
-compact_json = functools.partial(parsed, parse=lambda text: _compact(json.loads(text)))
+def compact_json(text: str) -> str:
+    """Read JSON."""
+    try:
+        return _compact(json.loads(text))
+    except ValueError as error:
+        raise ValueError(f"JSON is wanted ({error})") from error
 
 
 GLOBAL = (
@@ -16487,12 +16488,12 @@ GLOBAL = (
     word("-q", "--quiet", is_flag=True, help="Write nothing but results and errors."),
     word("-v", "--verbose", is_flag=True, help="Write plain lines about what happens."),
 )
-BLOCKED = one_of("refuse", "defer")
+BLOCKED = OneOf(["refuse", "defer"])
 RUNNING = (
     word("--accept-source", is_flag=True, help="Go on although the source changed."),
     word("--accept-settings", is_flag=True, help="Go on although settings changed."),
-    word("--batches", type=at_least(1), metavar="N", help="Stop after N batches (exit 75)."),
-    word("--when-blocked", type=BLOCKED, help="By maintenance. Default: as the job says."),
+    word("--batches", reads=at_least(1), metavar="N", help="Stop after N batches (exit 75)."),
+    word("--when-blocked", reads=BLOCKED, help="By maintenance. Default: as the job says."),
     word("--in-process", is_flag=True, help="Run the job in this interpreter, to debug it."),
 )
 RUN_EXITS = list(ExitCode)
@@ -17081,11 +17082,11 @@ def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
 
 @command(
     word("run", required=False, metavar="[RUN|drain]"),
-    word("number", required=False, type=at_least(1), metavar="[ID]"),
+    word("number", required=False, reads=at_least(1), metavar="[ID]"),
     word("--since", metavar="30d", help="Compare the runs begun since then: of RUN's job, or all."),
     word(
         "--html",
-        type=file,
+        is_file=True,
         metavar="FILE",
         help="Write one page for a browser; your umask says who reads.",
     ),
@@ -17150,7 +17151,7 @@ LEVEL_HELP = "No lower ones: INFO, WARNING, ERROR."
 @command(
     word("run"),
     word("-f", "--follow", is_flag=True, help="Go on until the run stops, or Ctrl-C."),
-    word("--level", type=one_of(*LEVELS), default="DEBUG", metavar="LEVEL", help=LEVEL_HELP),
+    word("--level", reads=OneOf(LEVELS), default="DEBUG", metavar="LEVEL", help=LEVEL_HELP),
     word("--since", metavar="2h|TIME", help="Nothing older."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
@@ -17257,9 +17258,11 @@ def maintenance_status_command(app: App) -> Result:
 
 
 @command(
-    word("--deadline", type=duration, default="10m", metavar="10m", help="How long to wait."),
+    word(
+        "--deadline", reads=parse_duration, default="10m", metavar="10m", help="How long to wait."
+    ),
     word("--finish", is_flag=True, help="Let runs end by themselves; ask none to stop."),
-    word("--then", type=one_of("leave", "interrupt"), default="leave", help="At the deadline."),
+    word("--then", reads=OneOf(["leave", "interrupt"]), default="leave", help="At the deadline."),
     word("--reason", default="", metavar="TEXT", help="Why, if the door is still open."),
     exits=[code for code in DRAIN_ENDS if code is not None],
 )
@@ -17459,7 +17462,7 @@ def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) 
     word("run", required=False),
     word("--lookup", is_flag=True, help="Ask the destinations by the jobs' own lookups."),
     word("--confirm", multiple=True, metavar="KEY", help="It was done."),
-    word("--receipt", type=compact_json, metavar="JSON", help="What the destination gave for it."),
+    word("--receipt", reads=compact_json, metavar="JSON", help="What the destination gave for it."),
     word("--absent", multiple=True, metavar="KEY", help="It was not done, and may be called."),
     word("--why", default="", metavar="TEXT", help="How you know, kept with the answer."),
     word("--by", default="", metavar="WHO", help="Who decided, if it is not you."),
@@ -17554,7 +17557,7 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> Result:
     return Result(text, document, found=bool(lines) and not apply)
 
 
-IDS = word("ids", nargs=-1, type=at_least(1))
+IDS = word("ids", nargs=-1, reads=at_least(1), metavar="[ID]...")
 
 
 @command(word("run", required=False), IDS, exits=[ExitCode.NOT_FOUND])
@@ -17633,7 +17636,7 @@ def rejects_drop_command(app: App, *, run: str, ids: tuple[int, ...], why: str) 
 
 @command(
     word("run"),
-    word("--to-batch", type=at_least(0), metavar="N", help="Undo only what came after batch N."),
+    word("--to-batch", reads=at_least(0), metavar="N", help="Undo only what came after batch N."),
     word("--dry-run", is_flag=True, help="Only show what would be done."),
     word("--why", default="", metavar="TEXT", help="The reason, for the record."),
     *RUNNING[2:],
@@ -17677,7 +17680,7 @@ def rollback_of(ledger: Ledger, run: Run, to_batch: int | None, why: str) -> tup
 # -- set up --------------------------------------------------------------------------------------
 
 
-@command(word("folder", type=file, default="."))
+@command(word("folder", is_file=True, default="."))
 def init_command(_: App, *, folder: str) -> Result:
     """Make a configuration and a starter job that runs."""
     root = Path(folder)
@@ -17774,7 +17777,10 @@ def write_metrics(folder: Path, text: str) -> None:
 
 @command(
     word(
-        "--write", type=file, metavar="FOLDER", help="Write FOLDER/batchrun.prom, for all to read."
+        "--write",
+        is_file=True,
+        metavar="FOLDER",
+        help="Write FOLDER/batchrun.prom, for all to read.",
     )
 )
 def metrics_command(app: App, *, write: str | None) -> Ended:
@@ -17805,7 +17811,7 @@ def doctor_command(app: App, *, job: str | None, alerts: bool) -> Result:
 
 
 @command(
-    word("file", type=file),
+    word("file", is_file=True),
     word("--force", is_flag=True, help="Also in the place of an older copy."),
     exits=[ExitCode.PERSON_NEEDED],
 )
@@ -17820,7 +17826,12 @@ def backup_command(app: App, *, file: str, force: bool) -> Result:
 
 
 @command(
-    word("--keep", type=duration, metavar="90d", help="Instead of what the configuration says."),
+    word(
+        "--keep",
+        reads=parse_duration,
+        metavar="90d",
+        help="Instead of what the configuration says.",
+    ),
     word("--dry-run", is_flag=True, help="Only show what would go."),
 )
 def prune_command(app: App, *, keep: float | None, dry_run: bool) -> Result:
@@ -17940,7 +17951,9 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
     """
     import click
 
-    class Grouped(click.Group):
+    Group = lettered(click, click.Group)  # noqa: N806 - a class
+
+    class Grouped(Group):  # type: ignore[misc,valid-type]
         def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
             for group, words in GROUPS.items():
                 named = [parts for parts in COMMANDS if parts.name.split()[0] in words.split()]
@@ -17960,12 +17973,25 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
         first, _, second = parts.name.partition(" ")
         if second and first not in root.commands:
             title = f"{first.capitalize()}, by a second word."
-            group = click.Group(first, params=hidden_globals(click), callback=app.take, help=title)
+            group = Group(first, params=hidden_globals(click), callback=app.take, help=title)
             group.add_help_option = False
             root.add_command(group)
         above: Any = root.commands[first] if second else root
         above.add_command(build_command(click, app, parts))
     return root
+
+
+def lettered(click: Any, kind: Any) -> Any:
+    """Return a class of click's commands or groups whose mistakes are letters of ours."""
+
+    class Lettered(kind):  # type: ignore[misc]
+        def parse_args(self, context: Any, arguments: list[str]) -> Any:
+            try:
+                return super().parse_args(context, arguments)
+            except click.UsageError as error:
+                raise refused_by_click(click, error, context) from error
+
+    return Lettered
 
 
 def hidden_globals(click: Any) -> list[Any]:
@@ -17998,14 +18024,7 @@ def answered_at_once(click: Any, name: str, meaning: str, answer: str = "") -> A
 
 def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     """Return one click command whose return value is its exit code."""
-    made = []
-    for names, more in parts.parameters:
-        kind = {"type": more["type"](click)} if "type" in more else {}
-        ways = kind or {"shell_complete": functools.partial(complete, app)}
-        if names[0].startswith("-"):
-            made.append(click.Option(list(names), callback=said_something, **more | ways))
-        else:
-            made.append(click.Argument(list(names), **more | ways))
+    made = [build_word(click, app, names, **more) for names, more in parts.parameters]
 
     def call(config: str | None, **given: Any) -> ExitCode:
         ways = {name: given.pop(name) for name in ("as_json", "quiet", "verbose")}
@@ -18016,7 +18035,7 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
         app.console.result(ended)
         return ExitCode.FINDINGS if ended.found else ExitCode.DONE
 
-    return click.Command(
+    return lettered(click, click.Command)(
         parts.name.rpartition(" ")[2],
         params=[*made, *hidden_globals(click)],
         add_help_option=False,
@@ -18026,18 +18045,53 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     )
 
 
-def said_something(_: Any, option: Any, value: Any) -> Any:
-    """Refuse an option that was given without content: nothing at all, or the dots of a letter."""
-    is_blank = isinstance(value, str) and not value.strip() and option.default != ""
-    if is_blank or value == "...":
-        what = f"{option.opts[-1]} says nothing: {value!r}."
-        raise ConfigurationError(what, todo=f"Write: {option.opts[-1]} {option.metavar}")
-    return value
+def build_word(
+    click: Any,
+    app: App,
+    names: Sequence[str],
+    *,
+    reads: Callable[[str], Any] = str,
+    is_file: bool = False,
+    **more: Any,
+) -> Any:
+    """Return an argument or option of click: what it shows, completes and gives to the command."""
+    if isinstance(reads, OneOf):
+        more.setdefault("metavar", f"[{'|'.join(reads)}]")
+    if is_file:
+        more["type"] = click.Path()
+    else:
+        more["shell_complete"] = functools.partial(complete, app, reads)
+    kind = click.Option if names[0].startswith("-") else click.Argument
+    return kind(list(names), callback=functools.partial(read_word, reads), **more)
 
 
-def complete(app: App, context: Any, parameter: Any, begun: str) -> list[str]:
-    """Return what a shell may complete a word to: jobs and ids of runs, or words of --every."""
+def read_word(reads: Callable[[str], Any], context: Any, parameter: Any, value: Any) -> Any:
+    """Return what was given as it is read; refuse what is of the wrong kind, or says nothing."""
+    name, todo = parameter.opts[-1], f"See: {context.command_path} --help"
+    is_option = name.startswith("-")
+    is_blank = isinstance(value, str) and not value.strip() and parameter.default != ""
+    if is_option and (is_blank or value == "..."):
+        what, todo = f"{name} says nothing: {value!r}.", f"Write: {name} {parameter.metavar}"
+        raise ConfigurationError(what, todo=todo)
+    if reads is str or value is None:
+        return value
+    try:
+        for each in value if isinstance(value, tuple) else (value,):
+            wrong = each
+            reads(each)
+    except ValueError as error:
+        shown = name if is_option else named_word(parameter)
+        what = f"{shown} {wrong!r}: {error}."
+        raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo) from error
+    return tuple(map(reads, value)) if isinstance(value, tuple) else reads(value)
+
+
+def complete(
+    app: App, reads: Callable[[str], Any], context: Any, parameter: Any, begun: str
+) -> list[str]:
+    """Return what a shell may complete a word to: jobs and ids of runs, or words it may be."""
     names = list(EVERY) * (parameter.name == "every")
+    names += reads if isinstance(reads, OneOf) else ()
     with contextlib.suppress(BatchrunError, OSError):
         if parameter.name in ("job", "jobs", "run", "name"):
             app.take(context.find_root().params.get("config"))
@@ -18045,7 +18099,7 @@ def complete(app: App, context: Any, parameter: Any, begun: str) -> list[str]:
         if parameter.name in ("run", "name"):
             with app.ledger(write=False) as ledger:
                 names += [run.id for run in ledger.newest_runs()]
-    return [name for name in names if name.startswith(begun)]
+    return [name for name in names if name.lower().startswith(begun.lower())]
 
 
 def exit_text(codes: list[ExitCode]) -> str:
@@ -18069,8 +18123,8 @@ def run_command_line(arguments: list[str]) -> int:
         raise
     except (click.Abort, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
-    except click.ClickException as error:
-        letter: BatchrunError = refused_by_click(error)
+    except click.UsageError as error:
+        letter: BatchrunError = refused_by_click(click, error, error.ctx)
     except BatchrunError as error:
         letter = error
     except OSError as error:
@@ -18079,11 +18133,45 @@ def run_command_line(arguments: list[str]) -> int:
     return letter.exit_code
 
 
-def refused_by_click(error: Any) -> ConfigurationError:
+def refused_by_click(click: Any, error: Any, context: Any) -> ConfigurationError:
     """Return what click refused as a letter."""
-    where = getattr(error, "ctx", None)
-    see = f"See: {where.command_path} --help" if where and "\n" not in str(error) else ""
-    return ConfigurationError(error.format_message(), todo=see)
+    said, path = error.format_message(), context.command_path
+    if "\n" in said:  # a help page
+        return ConfigurationError(said)
+    todo = f"See: {path} --help"
+    options = {name: each for each in context.command.params for name in each.opts}
+    option = getattr(error, "option_name", "")
+    needed = [named_word(each) for each in options.values() if each.required]
+    words = context.command.collect_usage_pieces(context) + [n for n in needed if "-" in n]
+    usage = f"Write: {' '.join([path, *words])}"
+    word = (re.findall(r"'(.*?)'|\((.*)\)", said) or [("", said)])[0]
+    if isinstance(error, click.NoSuchOption):
+        what = f"{path} has no option {option}{_meant(option, options) or '.'}"
+    elif isinstance(error, click.BadOptionUsage):
+        asked = named_word(options[option])
+        what = f"{option} takes no value." if asked == option else f"{option} needs a value."
+        todo = f"Write: {asked}"
+    elif isinstance(error, click.MissingParameter):
+        what, todo = f"{path} needs {named_word(error.param)}.", usage
+    elif isinstance(context.command, click.Group):
+        known = words_after(path)
+        what = f"{path} has no command {word[0]!r}{_meant(word[0], known) or '.'}"
+    else:
+        what, todo = f"{path} has no use for {word[1]!r}.", usage
+    return ConfigurationError(what, unchanged="Nothing was changed.", todo=todo)
+
+
+def named_word(parameter: Any) -> str:
+    """Return an argument or option for people: `JOB`, `--batches N`, `--fresh`."""
+    if not parameter.opts[0].startswith("-"):
+        return str(parameter.metavar or parameter.name.upper()).strip("[].")
+    return f"{parameter.opts[-1]} {'' if parameter.is_flag else parameter.metavar}".rstrip()
+
+
+def words_after(path: str) -> list[str]:
+    """Return the words that make commands behind those that are given."""
+    named = [f"batchrun {parts.name}".removeprefix(f"{path} ") for parts in COMMANDS]
+    return [name.split()[0] for name in named if not name.startswith("batchrun ")]
 
 
 def refused_by_system(error: OSError, arguments: list[str]) -> BatchrunError:

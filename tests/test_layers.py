@@ -21,7 +21,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Vocabulary": 615,
     "Host": 855,
     "Configuration": 1_255,
-    "Checkpoints": 520,
+    "Checkpoints": 535,
     "Ledger": 2_670,
     "Locks and maintenance": 435,
     "Health": 840,
@@ -31,10 +31,10 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Worker": 950,
     "Supervisor": 1_970,
     "Reports": 1_540,
-    "Command line": 1_740,
+    "Command line": 1_830,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 18_116  # must stay under
+LINES_IN_ALL = 18_224  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
