@@ -15640,6 +15640,15 @@ def _fits_cron(field: str, bounds: tuple[int, int]) -> bool:
     return all(parts) and all([bounds[0], *e, bounds[1]] == sorted([*bounds, *e]) for e in ends)
 
 
+UNIT_TYPES = "service|socket|target|path|timer|mount|automount|swap|device|slice|scope"
+
+
+def are_units(text: str) -> bool:
+    """Tell whether text is names of units, with specifiers or without, as OnFailure= takes them."""
+    one = rf"(?!-)(?:[a-zA-Z0-9:_.\\@-]|%[a-zA-Z%])+\.(?:{UNIT_TYPES})"
+    return bool(re.fullmatch(rf"{one}(?: {one})*", text))
+
+
 # What no job can miss: each =yes. MemoryDenyWriteExecute and ProcSubset are not here: ctypes makes
 # code at run time, and health reads /proc. A user's own systemd cannot make what is root's.
 SANDBOX = "NoNewPrivileges LockPersonality RestrictRealtime RestrictSUIDSGID"
@@ -17887,12 +17896,15 @@ def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) 
     config, every, on_failure = app.config, asked["every"], asked["on_failure"] or ""
     words = [*own_command(), "--config", str(config.path)]
     never = f"--every {every!r} is not when something can be started."
+    no_unit = f"--on-failure {on_failure!r} is no name of a unit."
     odd = f"The path {words[0]} or {config.path} cannot stand in a unit or crontab."
     wrong = {
-        "Name a job or --tick, not both.": bool(job) == asked["tick"],
+        "Name a job, or --tick.": not (job or asked["tick"]),
+        "Name a job or --tick, not both.": job and asked["tick"],
         "--tick comes every five minutes; it takes no --every.": asked["tick"] and every,
-        "--every and --on-failure take one line of text.": not f"{every}{on_failure}".isprintable(),
+        "--every takes one line of text.": every and not every.isprintable(),
         never: every and not is_when(app.host, every, cron=asked["cron"]),
+        no_unit: on_failure and not are_units(on_failure),
         "--cron only prints a line.": asked["cron"] and (asked["install"] or on_failure),
         "--force is for --install.": asked["force"] and not asked["install"],
         odd: not "".join(words).isprintable() or {*"\"'\\"} & {*words[0]},
@@ -17900,7 +17912,8 @@ def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) 
     for what in (what for what, is_wrong in wrong.items() if is_wrong):
         fields = '"30 4 * * 1-5"' if asked["cron"] else '"Mon..Fri 4:15"'
         times = f"Write {', '.join(EVERY)}, or for example {fields}."
-        todo = times if what == never else "See: batchrun unit --help"
+        todos = {never: times, no_unit: "Write: --on-failure mail@%n.service"}
+        todo = todos.get(what, "See: batchrun unit --help")
         raise ConfigurationError(what, unchanged="Nothing was written.", todo=todo)
     jobs = [config.job(job)] if job else list(config.jobs.values())
     path = config.state if config.state.exists() else config.path
