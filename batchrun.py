@@ -4110,7 +4110,7 @@ class Ledger:
                     f"The ledger's COMMIT failed. {letter.what}",
                     why="Whether it is on the disk cannot be known from here.",
                     unchanged="The next start finds out from what is really there.",
-                    todo=f"Check the disk of {self.path.parent}, then run `batchrun resume`.",
+                    todo=f"Check the disk of {self.path.parent}, then type this again.",
                 ) from error
 
     def _roll_back(self) -> None:
@@ -4792,7 +4792,7 @@ class Ledger:
         if run.finished:
             return None, False
         if start.retry and not kept:
-            raise unfinished_before_retry(run)
+            raise unfinished_before_retry(self, run)
         if start.rollback and not kept:
             self.require_can_roll_back(start.rollback)  # it cannot: this run is unfinished
         return run, kept
@@ -5009,7 +5009,7 @@ class Ledger:
         with self._writing():
             going_on = self.unfinished(run.job)
             if going_on is not None and going_on.retry_of == (run.retry_of or run.id):
-                raise unfinished_before_retry(going_on)
+                raise unfinished_before_retry(self, going_on)
             open_yet = self._connection.executemany(sql, [(why, *row.spot) for row in rows])
             dropped = len(open_yet.fetchall())
             if dropped:
@@ -5657,13 +5657,30 @@ def size_of(path: Path) -> int:
 # -- letters ---------------------------------------------------------------------------
 
 
-def unfinished_before_retry(run: Run) -> PersonNeeded:
+def approve_line(run: Run, name: str) -> str:
+    """Return what to type to approve what a run asks."""
+    if name.startswith("-"):  # which would be an option
+        return f'batchrun approve {run.id} --why "..." -- {_typed(name)}'
+    return f'{_typed("batchrun", "approve", run.id, name)} --why "..."'
+
+
+def reconcile_line(run: Run) -> str:
+    """Return what to type to see a run's unknown operations, and how to answer."""
+    return f"batchrun reconcile {run.id}"
+
+
+def unfinished_before_retry(ledger: Ledger, run: Run) -> PersonNeeded:
     """Return the letter for rejects that cannot be touched while a run goes on."""
+    todo = f"batchrun resume {run.id}"
+    if asked := ledger.open_question(run):
+        todo = approve_line(run, asked.name)
+    elif ledger.open_operations(run):
+        todo = reconcile_line(run)
     return PersonNeeded(
         f"Run {run.id} of {run.job} is unfinished.",
         why="A job has one unfinished run at most, and a retry is a run of its own.",
         unchanged="Nothing was started; the rejects are as they were.",
-        todo=f"First type one of:\n  batchrun resume {run.id}\n  batchrun cancel {run.id}",
+        todo=f"First type one of:\n  {todo}\n  batchrun cancel {run.id}",
     )
 
 
@@ -5769,10 +5786,10 @@ def ledger_letter(error: apsw.Error, path: Path, host: Host, told: int = 0) -> B
     if isinstance(error, apsw.ConstraintError) and "illegal transition" in str(error):
         return IllegalTransition(f"The ledger refused: {error}.")
     what = f"The ledger {path} cannot be used: {type(error).__name__}: {error}."
-    todo = f"Check the disk and the permissions of {path.parent}, then start again."
+    todo = f"Check the disk and the permissions of {path.parent}, then type this again."
     if isinstance(error, apsw.FullError) or is_full(path.parent, host, told):
         what = f"Disk full: the ledger {path} cannot be written ({error})."
-        todo = f"Make room on the disk of {path.parent}, then start again."
+        todo = f"Make room on the disk of {path.parent}, then type this again."
     return StateDirectoryError(what, unchanged=unchanged, todo=todo)
 
 
@@ -10782,11 +10799,6 @@ def lookup_main() -> None:
 # -- letters -------------------------------------------------------------------------------
 
 
-def reconcile_line(run: Run) -> str:
-    """Return what to type to see a run's unknown operations, and how to answer."""
-    return f"batchrun reconcile {run.id}"
-
-
 def answer_lines(run: str, key: str) -> list[str]:
     """Return what a person types to say that an operation was done, and that it was not."""
     said = (_typed("batchrun", "reconcile", run, way, key) for way in ("--confirm", "--absent"))
@@ -11759,13 +11771,6 @@ def what_next(ledger: Ledger, run: Run) -> tuple[str, str]:
     return f"{why}\n{held}".strip(), todo
 
 
-def approve_line(run: Run, name: str) -> str:
-    """Return what to type to approve what a run asks."""
-    if name.startswith("-"):  # which would be an option
-        return f'batchrun approve {run.id} --why "..." -- {_typed(name)}'
-    return f'{_typed("batchrun", "approve", run.id, name)} --why "..."'
-
-
 class Standing(NamedTuple):
     """How a run stands in truth; the ledger's row alone does not know that its owner died."""
 
@@ -12701,7 +12706,12 @@ def plain_text(record: object) -> str:
 
 @contextlib.contextmanager
 def disk_letters(
-    folder: Path, host: Host, *, known: bool = True, what: str = "a checkpoint"
+    folder: Path,
+    host: Host,
+    *,
+    known: bool = True,
+    what: str = "a checkpoint",
+    todo: str = "type: batchrun resume",
 ) -> Iterator[None]:
     """Turn what the file system refuses into a letter; `known`: what is on the disk is as before.
 
@@ -12712,7 +12722,7 @@ def disk_letters(
     try:
         yield
     except OSError as error:
-        todo = f"Check the disk of {folder}, then type: batchrun resume"
+        todo = f"Check the disk of {folder}, then {todo}"
         said = f"{what.capitalize()} cannot be read or written in {folder}: {error.strerror}."
         if is_full(folder.parent, host, error.errno or 0):
             said = f"Disk full: {what} cannot be written to {folder} ({error.strerror})."
@@ -13528,7 +13538,7 @@ class Supervisor:
         if run and (last := self._ledger.last_attempt(run)):
             left = run.state in OWNED and last.supervisor != self._me
             unclean = left or last.ending in (None, Ending.DIED, Ending.OVERDUE)
-        with disk_letters(self._store.folder, self._host):
+        with disk_letters(self._store.folder, self._host, todo="type this again."):
             if unclean:
                 self._ledger.make_durable()
             else:
@@ -17617,11 +17627,11 @@ def rejects_retry_command(app: App, *, run: str, ids: tuple[int, ...], **asked: 
     """Run open rejects again through their job, as a run of their own."""
     with app.ledger(write=True) as ledger:
         found, rows = rejects_of(app, ledger, run, ids)
+        if not found.finished and not found.rollback_of:
+            raise unfinished_before_retry(ledger, found)
     if found.rollback_of:
         what = f"Run {found.id} is a rollback; its rejects are no records of the job."
         raise ConfigurationError(what, todo=f"Mend them by hand: batchrun rejects show {found.id}")
-    if not found.finished:
-        raise unfinished_before_retry(found)
     retry = Retry(found, [row.spot for row in rows])
     launch = launch_of(found.job, **asked)
     launch = launch._replace(by_person=True, overrides=found.overrides, retry=retry)

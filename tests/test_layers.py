@@ -22,19 +22,19 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Host": 855,
     "Configuration": 1_255,
     "Checkpoints": 535,
-    "Ledger": 2_670,
+    "Ledger": 2_685,
     "Locks and maintenance": 435,
     "Health": 840,
     "Jobs": 2_845,
-    "Operations": 635,
-    "Recovery": 1_120,
-    "Worker": 950,
+    "Operations": 630,
+    "Recovery": 1_110,
+    "Worker": 955,
     "Supervisor": 1_970,
     "Reports": 1_550,
     "Command line": 1_835,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 18_237  # must stay under
+LINES_IN_ALL = 18_247  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
