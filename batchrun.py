@@ -11700,11 +11700,15 @@ REPLIES = {  # how an unfinished run stands -> what each of STARTS does
     "was paused by a person": (_REFUSE, _GO_ON, _GO_ON, _SKIP),
     "has its answer": (_GO_ON, _REFUSE, _GO_ON, _GO_ON),
     "failed": (_GO_ON, _GO_ON, _GO_ON, _SKIP),
+    "was refused as it is installed": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),  # it may be mended
     "is due": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),
 }
 
 
-NEEDS_A_PERSON = ("awaits a person: its next batch is poison", "waits for an answer")
+NEEDS_A_PERSON = (
+    *("awaits a person: its next batch is poison", "waits for an answer"),
+    "was refused as it is installed",
+)
 
 
 def situation(ledger: Ledger, run: Run) -> str:
@@ -11712,6 +11716,8 @@ def situation(ledger: Ledger, run: Run) -> str:
     awaits = run.state == RunState.AWAITING
     answered = run.reason == Reason.APPROVAL and ledger.open_question(run) is None
     answered |= run.reason == Reason.OPERATION and not ledger.open_operations(run)
+    last = ledger.last_attempt(run) if run.state == RunState.INTERRUPTED else None
+    refused = last is not None and last.ending == Ending.REFUSED
     stands = {
         "has a live owner": run.state in OWNED,
         "has a start that was deferred": run.deferred is not None and run.request != Request.PAUSE,
@@ -11720,6 +11726,7 @@ def situation(ledger: Ledger, run: Run) -> str:
         "was paused by a person": is_paused_by_person(run),
         "has its answer": awaits,
         "failed": run.state == RunState.FAILED,
+        "was refused as it is installed": refused,
         "is due": True,
     }
     return next(words for words, applies in stands.items() if applies)
@@ -11800,8 +11807,10 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
     elif run.checks_at:
         why = f"{run.error}\nNobody keeps it any more; the tick goes on with it."
         run = run._replace(error=why)
-    reply = reply_to("tick", ledger, run)
-    return Standing(run.state, *what_next(ledger, run), reply == Reply.GO_ON, reply == Reply.SKIP)
+    stands = situation(ledger, run)
+    is_due = REPLIES[stands][STARTS.index("tick")] == Reply.GO_ON
+    needs_someone = not is_due or stands in NEEDS_A_PERSON
+    return Standing(run.state, *what_next(ledger, run), is_due, needs_someone)
 
 
 def last_error_of(log: Path) -> str:
@@ -13014,16 +13023,13 @@ def troubles(
 def run_trouble(config: Config, ledger: Ledger, run: Run, host: Host) -> Alert | None:
     """Return what people may be told of an unfinished run."""
     stands: Finding | Standing = standing(ledger, run, host)
-    at, last = (run.state, run.reason), ledger.last_attempt(run)
-    refused = run.state == RunState.INTERRUPTED and last and last.ending == Ending.REFUSED
+    at = (run.state, run.reason)
     age_s = seconds_between(run.changed_at, host.now())
     if stuck := stalled(ledger, config.job(run.job), run, host):
         kind, what, stands = "stalled", f"is stalled: {stuck.what}", stuck
     elif run.state == RunState.FAILED:
         kind, what = "failed", "failed"
-    elif (
-        situation(ledger, run) in NEEDS_A_PERSON or at == (RunState.PAUSED, Reason.RETRY) or refused
-    ):
+    elif situation(ledger, run) in NEEDS_A_PERSON or at == (RunState.PAUSED, Reason.RETRY):
         kind, what = "awaiting", "needs a person"
     elif at == (RunState.PAUSED, Reason.HEALTH) and age_s > config.alerts.paused_after_s:
         kind, what = "paused", f"is paused by health for {duration_text(age_s)}"

@@ -321,6 +321,23 @@ def test_what_would_keep_an_idle_run_from_going_on_is_named(project: Project) ->
         assert said in project.run("status", "count").out
 
 
+def test_a_run_that_was_refused_as_it_is_installed_needs_someone_in_each_view(
+    project: Project,
+) -> None:
+    write_job(project)
+    assert project.run("run", "count", "--batches", "2").code == 75
+    write_job(project, config=CONFIG + "fed = 1\n")
+    assert project.run("run", "count").code == 2
+    for words in (["status"], ["status", "count"]):
+        ended = project.run(*words, "--json")
+        assert (ended.code, ended.document["jobs"][0]["needs_someone"]) == (3, True)
+    table = project.run("status").out
+    assert re.search(r"^! count  interrupted ", table, re.MULTILINE)
+    write_job(project)
+    assert project.run("resume", "--all").code == 0
+    assert project.run("status").code == 0
+
+
 @pytest.mark.parametrize(
     ("scopes", "off"),
     [
