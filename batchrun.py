@@ -17111,7 +17111,7 @@ def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
     word("--since", metavar="30d", help="Compare the runs begun since then: of RUN's job, or all."),
     word(
         "--html",
-        is_file=True,
+        reads=Path,
         metavar="FILE",
         help="Write one page for a browser; your umask says who reads.",
     ),
@@ -17158,7 +17158,7 @@ def result_of_report(
 ) -> Result:
     """Return a report in the form that was asked for, or write it to its file."""
     if how["html"]:
-        path = place_of_report(how["html"])
+        path = place_of_report(str(how["html"]))
         parts = [part._replace(todo=app.console.typed(part.todo)) for part in sheet.parts]
         content = render_html(sheet._replace(parts=parts), app.host.now()).encode()
         with writing_of(path):
@@ -17705,16 +17705,15 @@ def rollback_of(ledger: Ledger, run: Run, to_batch: int | None, why: str) -> tup
 # -- set up --------------------------------------------------------------------------------------
 
 
-@command(word("folder", is_file=True, default="."))
-def init_command(_: App, *, folder: str) -> Result:
+@command(word("folder", reads=Path, default="."))
+def init_command(_: App, *, folder: Path) -> Result:
     """Make a configuration and a starter job that runs."""
-    root = Path(folder)
-    require_text(root.absolute())
+    require_text(folder.absolute())
     feed = [f"SKU-{number:06d},{number * 7919 % 500}" for number in range(1, 12_001)]
     files = {
-        root / "batchrun.toml": STARTER_CONFIG,
-        root / "jobs/inventory_sync.py": STARTER_JOB,
-        root / "jobs/feed.csv": "\n".join(["sku,quantity", *feed, ""]),
+        folder / "batchrun.toml": STARTER_CONFIG,
+        folder / "jobs/inventory_sync.py": STARTER_JOB,
+        folder / "jobs/feed.csv": "\n".join(["sku,quantity", *feed, ""]),
     }
     for path in filter(Path.exists, files):
         what, todo = f"{path} is there already.", "Choose another folder: batchrun init FOLDER"
@@ -17722,7 +17721,7 @@ def init_command(_: App, *, folder: str) -> Result:
     for path, content in files.items():
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         write_atomically(path, content.encode())
-    change = "" if folder == "." else f"cd {root} && "
+    change = "" if folder == Path() else f"cd {folder} && "
     text = f"made {', '.join(map(str, files))}\nto go on: {change}batchrun run inventory_sync"
     return Result(text, {"files": list(files)})
 
@@ -17803,18 +17802,18 @@ def write_metrics(folder: Path, text: str) -> None:
 @command(
     word(
         "--write",
-        is_file=True,
+        reads=Path,
         metavar="FOLDER",
         help="Write FOLDER/batchrun.prom, for all to read.",
     )
 )
-def metrics_command(app: App, *, write: str | None) -> Ended:
+def metrics_command(app: App, *, write: Path | None) -> Ended:
     """Show how all jobs stand as metrics for Prometheus."""
     with app.ledger(write=False) as ledger:
         text = app.metrics(ledger)
     if write is None:
         return Result(text.rstrip("\n"), {"metrics": text}, is_pasted=True)
-    write_metrics(Path(write), text)
+    write_metrics(write, text)
     return ExitCode.DONE
 
 
@@ -17836,14 +17835,14 @@ def doctor_command(app: App, *, job: str | None, alerts: bool) -> Result:
 
 
 @command(
-    word("file", is_file=True),
+    word("file", reads=Path),
     word("--force", is_flag=True, help="Also in the place of an older copy."),
     exits=[ExitCode.PERSON_NEEDED],
 )
-def backup_command(app: App, *, file: str, force: bool) -> Result:
+def backup_command(app: App, *, file: Path, force: bool) -> Result:
     """Copy the ledger while jobs run, and verify the copy."""
     app.state.require_fit(create=False)
-    path = Path(file).absolute()
+    path = file.absolute()
     with app.ledger(write=False) as ledger:
         size = back_up(app.state, ledger, path, force=force)
     text = f"{path}: {size_text(size)}, verified; the README says how it is put back"
@@ -17992,9 +17991,9 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
 
     app = app or App()
     root = Grouped("batchrun", help="Run long batch jobs so that they survive.")
-    root.params = [click.Option(list(names), **more) for names, more in GLOBAL]
+    root.params = global_options(click, hidden=False)
     version, meaning = f"batchrun, version {VERSION}", "Show the version and exit."
-    root.params += [answered_at_once(click, "--version", meaning, version), help_option(click)]
+    root.params.insert(-1, answered_at_once(click, "--version", meaning, version))
     root.callback, root.add_help_option = app.take, False
     root.epilog = exit_text(list(ExitCode))
     named = [parts for parts in COMMANDS if parts.name.split()[0] in arguments]
@@ -18002,7 +18001,7 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
         first, _, second = parts.name.partition(" ")
         if second and first not in root.commands:
             title = f"{first.capitalize()}, by a second word."
-            group = Group(first, params=hidden_globals(click), callback=app.take, help=title)
+            group = Group(first, params=global_options(click), callback=app.take, help=title)
             group.add_help_option = False
             root.add_command(group)
         above: Any = root.commands[first] if second else root
@@ -18023,15 +18022,10 @@ def lettered(click: Any, kind: Any) -> Any:
     return Lettered
 
 
-def hidden_globals(click: Any) -> list[Any]:
-    """Return the global options for a place where they are taken, and only --help is shown."""
-    options = [click.Option(list(names), **more, hidden=True) for names, more in GLOBAL]
-    return [*options, help_option(click)]
-
-
-def help_option(click: Any) -> Any:
-    """Return the option --help."""
-    return answered_at_once(click, "--help", "Show this message and exit.")
+def global_options(click: Any, *, hidden: bool = True) -> list[Any]:
+    """Return the global options; behind a command they are taken, and only --help is shown."""
+    options = [click.Option(list(names), **more, hidden=hidden) for names, more in GLOBAL]
+    return [*options, answered_at_once(click, "--help", "Show this message and exit.")]
 
 
 def answered_at_once(click: Any, name: str, meaning: str, answer: str = "") -> Any:
@@ -18066,7 +18060,7 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
 
     return lettered(click, click.Command)(
         parts.name.rpartition(" ")[2],
-        params=[*made, *hidden_globals(click)],
+        params=[*made, *global_options(click)],
         add_help_option=False,
         callback=call,
         help=parts.function.__doc__,
@@ -18075,52 +18069,44 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
 
 
 def build_word(
-    click: Any,
-    app: App,
-    names: Sequence[str],
-    *,
-    reads: Callable[[str], Any] = str,
-    is_file: bool = False,
-    **more: Any,
+    click: Any, app: App, names: Sequence[str], *, reads: Callable[[str], Any] = str, **more: Any
 ) -> Any:
     """Return an argument or option of click: what it shows, completes and gives to the command."""
     if isinstance(reads, OneOf):
         more.setdefault("metavar", f"[{'|'.join(reads)}]")
-    if is_file:
-        more["type"] = click.Path()
-    else:
-        more["shell_complete"] = functools.partial(complete, app, reads)
+    more["shell_complete"] = functools.partial(complete, app, reads)
     kind = click.Option if names[0].startswith("-") else click.Argument
     return kind(list(names), callback=functools.partial(read_word, reads), **more)
 
 
 def read_word(reads: Callable[[str], Any], context: Any, parameter: Any, value: Any) -> Any:
     """Return what was given as it is read; refuse what is of the wrong kind, or says nothing."""
-    name, todo = parameter.opts[-1], f"See: {context.command_path} --help"
+    name, is_many = parameter.opts[-1], isinstance(value, tuple)
     is_option = name.startswith("-")
     is_blank = isinstance(value, str) and not value.strip() and parameter.default != ""
     if is_option and (is_blank or value == "..."):
-        what, todo = f"{name} says nothing: {value!r}.", f"Write: {name} {parameter.metavar}"
-        raise ConfigurationError(what, todo=todo)
+        todo = f"Write: {name} {parameter.metavar}"
+        raise ConfigurationError(f"{name} says nothing: {value!r}.", todo=todo)
     if reads is str or value is None:
         return value
     try:
-        for each in value if isinstance(value, tuple) else (value,):
-            wrong = each
-            reads(each)
+        return tuple(map(reads, value)) if is_many else reads(value)
     except ValueError as error:
         shown = name if is_option else named_word(parameter)
-        what = f"{shown} {wrong!r}: {error}."
+        what = f"{shown} {' '.join(value) if is_many else value!r}: {error}."
+        todo = f"See: {context.command_path} --help"
         raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo) from error
-    return tuple(map(reads, value)) if isinstance(value, tuple) else reads(value)
 
 
 def complete(
     app: App, reads: Callable[[str], Any], context: Any, parameter: Any, begun: str
-) -> list[str]:
-    """Return what a shell may complete a word to: jobs and ids of runs, or words it may be."""
-    names = list(EVERY) * (parameter.name == "every")
-    names += reads if isinstance(reads, OneOf) else ()
+) -> list[Any]:
+    """Return what a shell may complete a word to: files, jobs, ids of runs, words it may be."""
+    if reads is Path:
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(begun, type="file")]
+    names = [*reads] if isinstance(reads, OneOf) else [*EVERY] * (parameter.name == "every")
     with contextlib.suppress(BatchrunError, OSError):
         if parameter.name in ("job", "jobs", "run", "name"):
             app.take(context.find_root().params.get("config"))
@@ -18183,7 +18169,7 @@ def refused_by_click(click: Any, error: Any, context: Any) -> ConfigurationError
     elif isinstance(error, click.MissingParameter):
         what, todo = f"{path} needs {named_word(error.param)}.", usage
     elif isinstance(context.command, click.Group):
-        known = words_after(path)
+        known = FIRST_WORDS if path == "batchrun" else context.command.commands
         what = f"{path} has no command {word[0]!r}{_meant(word[0], known) or '.'}"
     else:
         what, todo = f"{path} has no use for {word[1]!r}.", usage
@@ -18195,12 +18181,6 @@ def named_word(parameter: Any) -> str:
     if not parameter.opts[0].startswith("-"):
         return str(parameter.metavar or parameter.name.upper()).strip("[].")
     return f"{parameter.opts[-1]} {'' if parameter.is_flag else parameter.metavar}".rstrip()
-
-
-def words_after(path: str) -> list[str]:
-    """Return the words that make commands behind those that are given."""
-    named = [f"batchrun {parts.name}".removeprefix(f"{path} ") for parts in COMMANDS]
-    return [name.split()[0] for name in named if not name.startswith("batchrun ")]
 
 
 def refused_by_system(error: OSError, arguments: list[str]) -> BatchrunError:
