@@ -15863,22 +15863,24 @@ def fold(text: str, columns: int) -> str:
     """Return text whose lines fit a terminal, broken between words; 0 columns: as it is."""
     if not columns:
         return text
-    return "\n".join(chain.from_iterable(folded(line, columns) for line in text.split("\n")))
+    lines = text.split("\n")
+    pieces = ([n] if width_of([n]) <= columns else folded(n, columns) for n in lines)
+    return "\n".join(chain.from_iterable(pieces))
 
 
 def folded(line: str, columns: int) -> Iterator[str]:
-    """Yield a line in pieces; what is broken goes on below where its text began."""
+    """Yield a line that is too long in pieces; each goes on below where its text began."""
     begin, piece = len(line) - len(line.lstrip()), ""
-    if width_of([line]) > columns and (before := re.match(BEFORE_TEXT, line)):
+    if before := re.match(BEFORE_TEXT, line):
         begin = before.end() if before.end() <= columns // 2 else begin + 4
-    for word in re.findall(WORD, line, re.VERBOSE) if width_of([line]) > columns else ():
+    for word in re.findall(WORD, line, re.VERBOSE):
         below = " " * begin + word.lstrip()
         if len(piece) > begin and width_of([piece + word]) > columns >= width_of([below]):
             yield piece
             piece = below
         else:
             piece += word
-    yield piece or line
+    yield piece
 
 
 # -- sheets: what a report shows, once for HTML, Markdown and text ---------------------------------
@@ -17442,23 +17444,19 @@ def result_of_stop(
     app: App, ledger: Ledger, run: Run, request: Request, *, is_done: bool
 ) -> Result:
     """Return what became of a wish to stop a run."""
-    text = stop_text(run, request, standing(ledger, run, app.host), is_done=is_done)
+    stands = standing(ledger, run, app.host)
+    has = "has" if run.state in (RunState.SUCCEEDED, RunState.FAILED) else "is"
+    asked = f" ({run.request} is asked for)" * bool(run.request)
+    unknown = f"\n{stands.why}\nto find out: {stands.todo}"
+    text = f"{has} {run.state}{asked}" + unknown * (run.finished and stands.needs_someone)
+    if not is_done:
+        done = "paused" if request == Request.PAUSE else "cancelled"
+        frozen = f"\n{stands.why}\nto end it: batchrun cancel --kill {run.id}"
+        text = f"will be {done} at its next safe point" + frozen * stands.needs_someone
+    elif run.state == RunState.WAITING:
+        text = f"waits; only batchrun resume {run.id} begins it"
     document = {"run": run.id, "request": request, "done": is_done, "state": run.state}
     return Result(f"run {run.id} of {run.job} {text}", document)
-
-
-def stop_text(run: Run, request: Request, stands: Standing, *, is_done: bool) -> str:
-    """Return what became of a wish to stop a run."""
-    if is_done and run.state == RunState.WAITING:
-        return f"waits; only batchrun resume {run.id} begins it"
-    if is_done:
-        has = "has" if run.state in (RunState.SUCCEEDED, RunState.FAILED) else "is"
-        unknown = f"\n{stands.why}\nto find out: {stands.todo}"
-        asked = f" ({run.request} is asked for)" * bool(run.request)
-        return f"{has} {run.state}{asked}" + unknown * (run.finished and stands.needs_someone)
-    done = "paused" if request == Request.PAUSE else "cancelled"
-    frozen = f"\n{stands.why}\nto end it: batchrun cancel --kill {run.id}"
-    return f"will be {done} at its next safe point" + frozen * stands.needs_someone
 
 
 @command(
