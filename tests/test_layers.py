@@ -31,10 +31,10 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Worker": 955,
     "Supervisor": 1_970,
     "Reports": 1_550,
-    "Command line": 1_815,
+    "Command line": 1_810,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 18_233  # must stay under
+LINES_IN_ALL = 18_231  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
