@@ -3013,6 +3013,22 @@ def decode_cursor(text: str) -> Any:
     return _from_plain(json.loads(text))
 
 
+def cursor_text(text: str) -> str:
+    """Return an encoded cursor or key as a person writes it: `"Rotterdam", 10` of a tuple."""
+    value = decode_cursor(text)
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_written(each)}" for name, each in value.items())
+    return ", ".join(map(_written, value)) if isinstance(value, tuple | list) else _written(value)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, tuple | list | dict):
+        return f"({cursor_text(encode_cursor(value))})"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
 def require_round_trip(value: object) -> None:
     """Refuse a cursor that would come back as another value or another type.
 
@@ -4094,7 +4110,7 @@ class Ledger:
                     f"The ledger's COMMIT failed. {letter.what}",
                     why="Whether it is on the disk cannot be known from here.",
                     unchanged="The next start finds out from what is really there.",
-                    todo=f"Check the disk of {self.path.parent}, then run `batchrun resume`.",
+                    todo=f"Check the disk of {self.path.parent}, then type this again.",
                 ) from error
 
     def _roll_back(self) -> None:
@@ -4776,7 +4792,7 @@ class Ledger:
         if run.finished:
             return None, False
         if start.retry and not kept:
-            raise unfinished_before_retry(run)
+            raise unfinished_before_retry(self, run)
         if start.rollback and not kept:
             self.require_can_roll_back(start.rollback)  # it cannot: this run is unfinished
         return run, kept
@@ -4993,7 +5009,7 @@ class Ledger:
         with self._writing():
             going_on = self.unfinished(run.job)
             if going_on is not None and going_on.retry_of == (run.retry_of or run.id):
-                raise unfinished_before_retry(going_on)
+                raise unfinished_before_retry(self, going_on)
             open_yet = self._connection.executemany(sql, [(why, *row.spot) for row in rows])
             dropped = len(open_yet.fetchall())
             if dropped:
@@ -5641,13 +5657,30 @@ def size_of(path: Path) -> int:
 # -- letters ---------------------------------------------------------------------------
 
 
-def unfinished_before_retry(run: Run) -> PersonNeeded:
+def approve_line(run: Run, name: str) -> str:
+    """Return what to type to approve what a run asks."""
+    if name.startswith("-"):  # which would be an option
+        return f'batchrun approve {run.id} --why "..." -- {_typed(name)}'
+    return f'{_typed("batchrun", "approve", run.id, name)} --why "..."'
+
+
+def reconcile_line(run: Run) -> str:
+    """Return what to type to see a run's unknown operations, and how to answer."""
+    return f"batchrun reconcile {run.id}"
+
+
+def unfinished_before_retry(ledger: Ledger, run: Run) -> PersonNeeded:
     """Return the letter for rejects that cannot be touched while a run goes on."""
+    todo = f"batchrun resume {run.id}"
+    if asked := ledger.open_question(run):
+        todo = approve_line(run, asked.name)
+    elif ledger.open_operations(run):
+        todo = reconcile_line(run)
     return PersonNeeded(
         f"Run {run.id} of {run.job} is unfinished.",
         why="A job has one unfinished run at most, and a retry is a run of its own.",
         unchanged="Nothing was started; the rejects are as they were.",
-        todo=f"First type one of:\n  batchrun resume {run.id}\n  batchrun cancel {run.id}",
+        todo=f"First type one of:\n  {todo}\n  batchrun cancel {run.id}",
     )
 
 
@@ -5753,10 +5786,10 @@ def ledger_letter(error: apsw.Error, path: Path, host: Host, told: int = 0) -> B
     if isinstance(error, apsw.ConstraintError) and "illegal transition" in str(error):
         return IllegalTransition(f"The ledger refused: {error}.")
     what = f"The ledger {path} cannot be used: {type(error).__name__}: {error}."
-    todo = f"Check the disk and the permissions of {path.parent}, then start again."
+    todo = f"Check the disk and the permissions of {path.parent}, then type this again."
     if isinstance(error, apsw.FullError) or is_full(path.parent, host, told):
         what = f"Disk full: the ledger {path} cannot be written ({error})."
-        todo = f"Make room on the disk of {path.parent}, then start again."
+        todo = f"Make room on the disk of {path.parent}, then type this again."
     return StateDirectoryError(what, unchanged=unchanged, todo=todo)
 
 
@@ -10767,11 +10800,6 @@ def lookup_main() -> None:
 # -- letters -------------------------------------------------------------------------------
 
 
-def reconcile_line(run: Run) -> str:
-    """Return what to type to see a run's unknown operations, and how to answer."""
-    return f"batchrun reconcile {run.id}"
-
-
 def answer_lines(run: str, key: str) -> list[str]:
     """Return what a person types to say that an operation was done, and that it was not."""
     said = (_typed("batchrun", "reconcile", run, way, key) for way in ("--confirm", "--absent"))
@@ -11673,11 +11701,15 @@ REPLIES = {  # how an unfinished run stands -> what each of STARTS does
     "was paused by a person": (_REFUSE, _GO_ON, _GO_ON, _SKIP),
     "has its answer": (_GO_ON, _REFUSE, _GO_ON, _GO_ON),
     "failed": (_GO_ON, _GO_ON, _GO_ON, _SKIP),
+    "was refused as it is installed": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),  # it may be mended
     "is due": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),
 }
 
 
-NEEDS_A_PERSON = ("awaits a person: its next batch is poison", "waits for an answer")
+NEEDS_A_PERSON = (
+    *("awaits a person: its next batch is poison", "waits for an answer"),
+    "was refused as it is installed",
+)
 
 
 def situation(ledger: Ledger, run: Run) -> str:
@@ -11685,6 +11717,8 @@ def situation(ledger: Ledger, run: Run) -> str:
     awaits = run.state == RunState.AWAITING
     answered = run.reason == Reason.APPROVAL and ledger.open_question(run) is None
     answered |= run.reason == Reason.OPERATION and not ledger.open_operations(run)
+    last = ledger.last_attempt(run) if run.state == RunState.INTERRUPTED else None
+    refused = last is not None and last.ending == Ending.REFUSED
     stands = {
         "has a live owner": run.state in OWNED,
         "has a start that was deferred": run.deferred is not None and run.request != Request.PAUSE,
@@ -11693,6 +11727,7 @@ def situation(ledger: Ledger, run: Run) -> str:
         "was paused by a person": is_paused_by_person(run),
         "has its answer": awaits,
         "failed": run.state == RunState.FAILED,
+        "was refused as it is installed": refused,
         "is due": True,
     }
     return next(words for words, applies in stands.items() if applies)
@@ -11744,13 +11779,6 @@ def what_next(ledger: Ledger, run: Run) -> tuple[str, str]:
     return f"{why}\n{held}".strip(), todo
 
 
-def approve_line(run: Run, name: str) -> str:
-    """Return what to type to approve what a run asks."""
-    if name.startswith("-"):  # which would be an option
-        return f'batchrun approve {run.id} --why "..." -- {_typed(name)}'
-    return f'{_typed("batchrun", "approve", run.id, name)} --why "..."'
-
-
 class Standing(NamedTuple):
     """How a run stands in truth; the ledger's row alone does not know that its owner died."""
 
@@ -11780,8 +11808,10 @@ def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
     elif run.checks_at:
         why = f"{run.error}\nNobody keeps it any more; the tick goes on with it."
         run = run._replace(error=why)
-    reply = reply_to("tick", ledger, run)
-    return Standing(run.state, *what_next(ledger, run), reply == Reply.GO_ON, reply == Reply.SKIP)
+    stands = situation(ledger, run)
+    is_due = REPLIES[stands][STARTS.index("tick")] == Reply.GO_ON
+    needs_someone = not is_due or stands in NEEDS_A_PERSON
+    return Standing(run.state, *what_next(ledger, run), is_due, needs_someone)
 
 
 def last_error_of(log: Path) -> str:
@@ -12686,7 +12716,12 @@ def plain_text(record: object) -> str:
 
 @contextlib.contextmanager
 def disk_letters(
-    folder: Path, host: Host, *, known: bool = True, what: str = "a checkpoint"
+    folder: Path,
+    host: Host,
+    *,
+    known: bool = True,
+    what: str = "a checkpoint",
+    todo: str = "type: batchrun resume",
 ) -> Iterator[None]:
     """Turn what the file system refuses into a letter; `known`: what is on the disk is as before.
 
@@ -12697,7 +12732,7 @@ def disk_letters(
     try:
         yield
     except OSError as error:
-        todo = f"Check the disk of {folder}, then type: batchrun resume"
+        todo = f"Check the disk of {folder}, then {todo}"
         said = f"{what.capitalize()} cannot be read or written in {folder}: {error.strerror}."
         if is_full(folder.parent, host, error.errno or 0):
             said = f"Disk full: {what} cannot be written to {folder} ({error.strerror})."
@@ -12989,16 +13024,13 @@ def troubles(
 def run_trouble(config: Config, ledger: Ledger, run: Run, host: Host) -> Alert | None:
     """Return what people may be told of an unfinished run."""
     stands: Finding | Standing = standing(ledger, run, host)
-    at, last = (run.state, run.reason), ledger.last_attempt(run)
-    refused = run.state == RunState.INTERRUPTED and last and last.ending == Ending.REFUSED
+    at = (run.state, run.reason)
     age_s = seconds_between(run.changed_at, host.now())
     if stuck := stalled(ledger, config.job(run.job), run, host):
         kind, what, stands = "stalled", f"is stalled: {stuck.what}", stuck
     elif run.state == RunState.FAILED:
         kind, what = "failed", "failed"
-    elif (
-        situation(ledger, run) in NEEDS_A_PERSON or at == (RunState.PAUSED, Reason.RETRY) or refused
-    ):
+    elif situation(ledger, run) in NEEDS_A_PERSON or at == (RunState.PAUSED, Reason.RETRY):
         kind, what = "awaiting", "needs a person"
     elif at == (RunState.PAUSED, Reason.HEALTH) and age_s > config.alerts.paused_after_s:
         kind, what = "paused", f"is paused by health for {duration_text(age_s)}"
@@ -13513,7 +13545,7 @@ class Supervisor:
         if run and (last := self._ledger.last_attempt(run)):
             left = run.state in OWNED and last.supervisor != self._me
             unclean = left or last.ending in (None, Ending.DIED, Ending.OVERDUE)
-        with disk_letters(self._store.folder, self._host):
+        with disk_letters(self._store.folder, self._host, todo="type this again."):
             if unclean:
                 self._ledger.make_durable()
             else:
@@ -14009,7 +14041,11 @@ def batch_text(run: Run, said: str = "") -> str:
     last = run.read + limit
     if run.expected is not None and run.expected > run.read:
         last = min(last, run.expected)
-    after = "at the beginning" if cursor == "null" else f"after cursor {mask_secrets(cursor)}"
+    after = (
+        "at the beginning"
+        if cursor == "null"
+        else f"after cursor {mask_secrets(cursor_text(cursor))}"
+    )
     return f"{number} (records {run.read + 1:,} to {last:,}, loop {loop}, {after})"
 
 
@@ -14868,14 +14904,14 @@ def summarise_reject(row: RejectRow) -> dict[str, Any]:
     return {**kept, "raw": bool(row.raw), "can_retry": row.value is not None}
 
 
-def render_rejects(rejects: list[dict[str, Any]]) -> str:
-    """Return rejects as a table: one line each."""
+def render_rejects(rejects: list[dict[str, Any]], columns: int) -> str:
+    """Return rejects as a table."""
     rows = [["id", "state", "commit", "loop", "record", "reason"]]
     for reject in rejects:
         state = reject["state"] + ("" if reject["can_retry"] else ", text only")
         where = (str(reject["number"]), reject["loop"], reject["record"], reject["reason"])
         rows.append([str(reject["id"]), state, *where])
-    return render_table(rows)
+    return render_table(rows, columns)
 
 
 def render_reject(reject: dict[str, Any]) -> str:
@@ -14914,15 +14950,15 @@ def summarise_answered(row: Answered, *, applied: bool) -> dict[str, Any]:
     }
 
 
-def render_answered(documents: list[dict[str, Any]]) -> str:
-    """Return operations of unknown outcome as a table, and what follows."""
+def render_answered(documents: list[dict[str, Any]], columns: int) -> str:
+    """Return operations of unknown outcome as a table."""
     words = {DONE: "done", CONFIRMED: "was done", FREED: "was not done", None: "unknown"}
     rows = [["key", "job", "run", "claimed at", "answer", "why"]]
     for each in documents:
         answer = words[each["outcome"]] + " (recorded)" * each["applied"]
         claimed_at = moment_text(each["claimed_at"])
         rows.append([each["key"], each["job"], each["run"], claimed_at, answer, each["why"]])
-    return render_table(rows)
+    return render_table(rows, columns)
 
 
 def summarise_rollback(ledger: Ledger, rollback: Rollback) -> dict[str, Any]:
@@ -15423,8 +15459,8 @@ def course_text(run: Run, last: BatchRow | None) -> str:
         passed = parse_checkpoint(run.checkpoint)[0].passed
         done += [f"{kind} {name} done" for kind, name, *_ in passed]
     if last.kind == "batch" and not run.finished:
-        known = last.last_key not in (None, "null")
-        key = f" after key {cut(last.last_key or '', CELL_WIDTH)}" * known
+        last_key = last.last_key or "null"
+        key = f" after key {cut(cursor_text(last_key), CELL_WIDTH)}" * (last_key != "null")
         done.append(f"now loop {last.loop}{key}")
     return mask_secrets(", ".join(done))
 
@@ -15621,6 +15657,15 @@ def _fits_cron(field: str, bounds: tuple[int, int]) -> bool:
     return all(parts) and all([bounds[0], *e, bounds[1]] == sorted([*bounds, *e]) for e in ends)
 
 
+UNIT_TYPES = "service|socket|target|path|timer|mount|automount|swap|device|slice|scope"
+
+
+def are_units(text: str) -> bool:
+    """Tell whether text is names of units, with specifiers or without, as OnFailure= takes them."""
+    one = rf"(?!-)(?:[a-zA-Z0-9:_.\\@-]|%[a-zA-Z%])+\.(?:{UNIT_TYPES})"
+    return bool(re.fullmatch(rf"{one}(?: {one})*", text))
+
+
 # What no job can miss: each =yes. MemoryDenyWriteExecute and ProcSubset are not here: ctypes makes
 # code at run time, and health reads /proc. A user's own systemd cannot make what is root's.
 SANDBOX = "NoNewPrivileges LockPersonality RestrictRealtime RestrictSUIDSGID"
@@ -15776,11 +15821,12 @@ def render_examined(rows: Iterable[Examined]) -> str:
     )
 
 
-def render_table(rows: Sequence[Sequence[str]]) -> str:
+def render_table(rows: Sequence[Sequence[str]], room: int = 0) -> str:
     """Return rows of text as columns; the first row is the heading.
 
-    Each row is one line. Its first cell is whole, for it may be typed, and so is its last one; in
-    between CELL_WIDTH is the most.
+    Its first cell is whole, for it may be typed, and so is its last one; in between CELL_WIDTH is
+    the most. Each row is one line; in a terminal of so many columns, the cells that do not fit
+    are below it, each with its name.
     """
     most = [sys.maxsize, *[CELL_WIDTH] * (len(rows[0]) - 2), sys.maxsize][-len(rows[0]) :]
     lines = [
@@ -15791,7 +15837,51 @@ def render_table(rows: Sequence[Sequence[str]]) -> str:
     for column in zip(*lines, strict=True):
         width = width_of(column)
         columns.append([cell + " " * (width - width_of([cell])) for cell in column])
-    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+    names = [name.strip() for name, *_ in columns]
+    placed = (placed_cells(names, row, room) for row in zip(*columns, strict=True))
+    return "\n".join(chain.from_iterable(placed))
+
+
+def placed_cells(names: list[str], row: Sequence[str], room: int) -> Iterator[str]:
+    """Yield a row's line, and one for each cell that has no room there."""
+    beside = len(row)
+    while beside > 1 and 0 < room < width_of(["  ".join(row[:beside]).rstrip()]):
+        beside -= 1
+    yield "  ".join(row[:beside]).rstrip()
+    if list(map(str.strip, row)) != names:
+        below = zip(names[beside:], map(str.strip, row[beside:]), strict=True)
+        yield from (f"    {name}: {cell}" for name, cell in below if cell)
+
+
+# What is broken only where it does not fit on a line of its own: a word, what is to be typed, and
+# a number with its unit; and what comes before a line's text: its time, or its name.
+WORD = r"""\s*(?:(?<=:\ )(?:batchrun|sudo|systemctl)\ .*|(?<=\ \ )batchrun\ .*
+  |\d\S*\ (?:m?s|.B)\b\S*|\S+)"""
+BEFORE_TEXT = r"\S+Z [A-Z]+ +|\s*\S.*?  +"
+
+
+def fold(text: str, columns: int) -> str:
+    """Return text whose lines fit a terminal, broken between words; 0 columns: as it is."""
+    if not columns:
+        return text
+    lines = text.split("\n")
+    pieces = ([n] if width_of([n]) <= columns else folded(n, columns) for n in lines)
+    return "\n".join(chain.from_iterable(pieces))
+
+
+def folded(line: str, columns: int) -> Iterator[str]:
+    """Yield a line that is too long in pieces; each goes on below where its text began."""
+    begin, piece = len(line) - len(line.lstrip()), ""
+    if before := re.match(BEFORE_TEXT, line):
+        begin = before.end() if before.end() <= columns // 2 else begin + 4
+    for word in re.findall(WORD, line, re.VERBOSE):
+        below = " " * begin + word.lstrip()
+        if len(piece) > begin and width_of([piece + word]) > columns >= width_of([below]):
+            yield piece
+            piece = below
+        else:
+            piece += word
+    yield piece
 
 
 # -- sheets: what a report shows, once for HTML, Markdown and text ---------------------------------
@@ -16144,8 +16234,8 @@ def row_of_run(run: dict[str, Any], runs: list[dict[str, Any]]) -> list[str | Ba
 # -- sheets as text, as Markdown, as HTML ----------------------------------------------------------
 
 
-def render_sheet(sheet: Sheet) -> str:
-    """Return a sheet as text; of its plots, what they show in words."""
+def render_sheet(sheet: Sheet, columns: int = 0) -> str:
+    """Return a sheet as text for a terminal so wide; of its plots, what they show in words."""
     shown = [sheet.title]
     for part in sheet.parts:
         pairs = [*part.pairs, *((plot.title, plot.words) for plot in part.plots)]
@@ -16154,7 +16244,7 @@ def render_sheet(sheet: Sheet) -> str:
             [f"{c} {'#' * round(8 * c.share)}" if isinstance(c, Bar) else c for c in row]
             for row in part.table
         ]
-        shown += [render_table(rows)] if rows else []
+        shown += [render_table(rows, columns)] if rows else []
         shown += [f"to type: {part.todo}"] * bool(part.todo)
     return "\n".join(shown)
 
@@ -16338,7 +16428,8 @@ def times_of(sheet: Sheet) -> Iterator[tuple[float, str]]:
 # Results go to stdout, progress and errors to stderr. A terminal gets one live line; the journal,
 # or -v, plain lines; everything else (cron, pipes) nothing on success and one letter otherwise.
 # Output that cannot be written never stops a run. A result that cannot be written is OutputRefused,
-# unless its reader went away. What is shown has no control characters but those that draw.
+# unless its reader went away. What is shown has no control characters but those that draw, and on
+# a terminal its lines are broken between words, unless they are pasted into a file.
 #
 # click takes 40 ms to load and a worker parses nothing: `command` only keeps what a command is
 # made of, and `build_command_line` makes click's objects of it. A command returns its Result, which
@@ -16361,6 +16452,7 @@ class Result(NamedTuple):
     text: str
     document: dict[str, Any]
     found: bool = False  # something that a person should look at: exit code 3
+    is_pasted: bool = False  # into a file, so that its lines are as long as they are
 
 
 Ended = Result | ExitCode  # how a command ended, which may have written its result by itself
@@ -16381,40 +16473,41 @@ COMMANDS: list[CommandParts] = []
 def word(*names: str, **more: Any) -> tuple[Sequence[str], dict[str, Any]]:
     """Declare an argument ("run") or an option ("--all") of a command, for click.
 
-    A `type` is a function that makes click's type, which is called where click is loaded.
+    `reads` makes of its text what the command is given, or says by ValueError what is wanted.
     """
     return names, more
 
 
-def one_of(*words: str) -> Callable[[Any], Any]:
-    """Declare that it is one of these words."""
-    return lambda click: click.Choice(words, case_sensitive=False)
+class OneOf(tuple[str, ...]):
+    """Reads one of some words, in upper or lower case."""
+
+    __slots__ = ()
+
+    def __call__(self, text: str) -> str:
+        """Return the word as it is declared."""
+        for each in self:
+            if each.lower() == text.lower():
+                return each
+        raise ValueError(f"{', '.join(self[:-1])} or {self[-1]} is wanted")
 
 
-def at_least(least: int) -> Callable[[Any], Any]:
-    """Declare that it is a whole number, and no smaller one."""
-    return lambda click: click.IntRange(least)
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a reader of whole numbers that are no smaller."""
+
+    def read(text: str) -> int:
+        if text.isdecimal() and int(text) >= least:
+            return int(text)
+        raise ValueError(f"a whole number is wanted, {least} or more")
+
+    return read
 
 
-def file(click: Any) -> Any:
-    """Declare that it is a file or a folder, which a shell completes."""
-    return click.Path()
-
-
-def parsed(click: Any, parse: Callable[[str], Any]) -> Any:
-    """Declare that a command is given what a function makes of it, or says by ValueError."""
-
-    def parsed_text(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise click.BadParameter(f"{error}.") from error
-
-    return parsed_text
-
-
-duration = functools.partial(parsed, parse=parse_duration)
-compact_json = functools.partial(parsed, parse=lambda text: _compact(json.loads(text)))
+def compact_json(text: str) -> str:
+    """Read JSON."""
+    try:
+        return _compact(json.loads(text))
+    except ValueError as error:
+        raise ValueError(f"JSON is wanted ({error})") from error
 
 
 GLOBAL = (
@@ -16423,12 +16516,12 @@ GLOBAL = (
     word("-q", "--quiet", is_flag=True, help="Write nothing but results and errors."),
     word("-v", "--verbose", is_flag=True, help="Write plain lines about what happens."),
 )
-BLOCKED = one_of("refuse", "defer")
+BLOCKED = OneOf(["refuse", "defer"])
 RUNNING = (
     word("--accept-source", is_flag=True, help="Go on although the source changed."),
     word("--accept-settings", is_flag=True, help="Go on although settings changed."),
-    word("--batches", type=at_least(1), metavar="N", help="Stop after N batches (exit 75)."),
-    word("--when-blocked", type=BLOCKED, help="By maintenance. Default: as the job says."),
+    word("--batches", reads=at_least(1), metavar="N", help="Stop after N batches (exit 75)."),
+    word("--when-blocked", reads=BLOCKED, help="By maintenance. Default: as the job says."),
     word("--in-process", is_flag=True, help="Run the job in this interpreter, to debug it."),
 )
 RUN_EXITS = list(ExitCode)
@@ -16486,11 +16579,13 @@ class Console:
             OutputRefused: it cannot be written; a reader that has gone away is no error.
         """
         with contextlib.suppress(BrokenPipeError):
-            self.write(shown.text, shown.document)
+            self.write(shown.text, shown.document, is_pasted=shown.is_pasted)
 
-    def write(self, text: str, document: Any) -> None:
+    def write(self, text: str, document: Any, *, is_pasted: bool = False) -> None:
         """Write a result, or a part of one, to a reader that may go away: BrokenPipeError."""
-        shown = json.dumps(document, default=str) if self.as_json else visible(self.typed(text))
+        columns = 0 if is_pasted else self._host.terminal_columns(1)
+        shown = fold(visible(self.typed(text)), columns)
+        shown = json.dumps(document, default=str) if self.as_json else shown
         try:
             write_all(1, f"{mask_secrets(shown)}\n".encode())
         except BrokenPipeError:
@@ -16581,6 +16676,11 @@ class App:
         self.console.config = str(Path(config).absolute()) if config else self.console.config
         for name, is_on in ways.items():
             setattr(self.console, name, getattr(self.console, name) or is_on)
+
+    @property
+    def columns(self) -> int:
+        """The width of the terminal that results go to; 0 if it is none."""
+        return self.host.terminal_columns(1)
 
     @functools.cached_property
     def who(self) -> str:
@@ -16840,9 +16940,8 @@ def status_command(app: App, *, name: str | None, watch: bool) -> Ended:
     if watch:
         return watch_status(app, name)
     said, document = status_of(app, name, screen_of)
-    now, columns = app.host.now(), app.host.terminal_columns(1)
-    jobs, maintenance = document["jobs"], document["maintenance"]
-    text = render_one_status(jobs[0], now) if name else render_status(jobs, now, columns)
+    jobs, maintenance, now = document["jobs"], document["maintenance"], app.host.now()
+    text = render_one_status(jobs[0], now) if name else render_status(jobs, now, app.columns)
     for job in jobs:
         job["next"] = app.console.typed(job["next"])
     needs_someone = any(job["needs_someone"] for job in jobs)
@@ -16897,7 +16996,7 @@ def show(host: Host, lines: list[str], encoding: str) -> bool:
 
 def watch_status(app: App, name: str | None) -> ExitCode:
     """Draw how jobs stand until q or Ctrl-C is typed or the terminal is gone; reads only."""
-    if app.console.as_json or not (os.isatty(0) and app.host.terminal_columns(1)):
+    if app.console.as_json or not (os.isatty(0) and app.columns):
         what = "status --watch draws on a terminal, and here is none (or TERM is dumb, or --json)."
         raise ConfigurationError(what, todo=f"Type: batchrun status {name or ''}".rstrip())
     encoding = sys.stdout.encoding or "ascii"
@@ -17011,11 +17110,11 @@ def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
 
 @command(
     word("run", required=False, metavar="[RUN|drain]"),
-    word("number", required=False, type=at_least(1), metavar="[ID]"),
+    word("number", required=False, reads=at_least(1), metavar="[ID]"),
     word("--since", metavar="30d", help="Compare the runs begun since then: of RUN's job, or all."),
     word(
         "--html",
-        type=file,
+        reads=Path,
         metavar="FILE",
         help="Write one page for a browser; your umask says who reads.",
     ),
@@ -17062,15 +17161,15 @@ def result_of_report(
 ) -> Result:
     """Return a report in the form that was asked for, or write it to its file."""
     if how["html"]:
-        path = place_of_report(how["html"])
+        path = place_of_report(str(how["html"]))
         parts = [part._replace(todo=app.console.typed(part.todo)) for part in sheet.parts]
         content = render_html(sheet._replace(parts=parts), app.host.now()).encode()
         with writing_of(path):
             write_atomically(path, content, mode=0o666)
         text, document = f"written: {path}", {"html": str(path), "bytes": len(content)}
     else:
-        text = render_markdown(sheet) if how["markdown"] else render_sheet(sheet)
-    return Result(text, document)
+        text = render_markdown(sheet) if how["markdown"] else render_sheet(sheet, app.columns)
+    return Result(text, document, is_pasted=how["markdown"])
 
 
 FOLLOW_EVERY_S = 0.25
@@ -17080,7 +17179,7 @@ LEVEL_HELP = "No lower ones: INFO, WARNING, ERROR."
 @command(
     word("run"),
     word("-f", "--follow", is_flag=True, help="Go on until the run stops, or Ctrl-C."),
-    word("--level", type=one_of(*LEVELS), default="DEBUG", metavar="LEVEL", help=LEVEL_HELP),
+    word("--level", reads=OneOf(LEVELS), default="DEBUG", metavar="LEVEL", help=LEVEL_HELP),
     word("--since", metavar="2h|TIME", help="Nothing older."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
@@ -17187,9 +17286,11 @@ def maintenance_status_command(app: App) -> Result:
 
 
 @command(
-    word("--deadline", type=duration, default="10m", metavar="10m", help="How long to wait."),
+    word(
+        "--deadline", reads=parse_duration, default="10m", metavar="10m", help="How long to wait."
+    ),
     word("--finish", is_flag=True, help="Let runs end by themselves; ask none to stop."),
-    word("--then", type=one_of("leave", "interrupt"), default="leave", help="At the deadline."),
+    word("--then", reads=OneOf(["leave", "interrupt"]), default="leave", help="At the deadline."),
     word("--reason", default="", metavar="TEXT", help="Why, if the door is still open."),
     exits=[code for code in DRAIN_ENDS if code is not None],
 )
@@ -17344,23 +17445,19 @@ def result_of_stop(
     app: App, ledger: Ledger, run: Run, request: Request, *, is_done: bool
 ) -> Result:
     """Return what became of a wish to stop a run."""
-    text = stop_text(run, request, standing(ledger, run, app.host), is_done=is_done)
+    stands = standing(ledger, run, app.host)
+    has = "has" if run.state in (RunState.SUCCEEDED, RunState.FAILED) else "is"
+    asked = f" ({run.request} is asked for)" * bool(run.request)
+    unknown = f"\n{stands.why}\nto find out: {stands.todo}"
+    text = f"{has} {run.state}{asked}" + unknown * (run.finished and stands.needs_someone)
+    if not is_done:
+        done = "paused" if request == Request.PAUSE else "cancelled"
+        frozen = f"\n{stands.why}\nto end it: batchrun cancel --kill {run.id}"
+        text = f"will be {done} at its next safe point" + frozen * stands.needs_someone
+    elif run.state == RunState.WAITING:
+        text = f"waits; only batchrun resume {run.id} begins it"
     document = {"run": run.id, "request": request, "done": is_done, "state": run.state}
     return Result(f"run {run.id} of {run.job} {text}", document)
-
-
-def stop_text(run: Run, request: Request, stands: Standing, *, is_done: bool) -> str:
-    """Return what became of a wish to stop a run."""
-    if is_done and run.state == RunState.WAITING:
-        return f"waits; only batchrun resume {run.id} begins it"
-    if is_done:
-        has = "has" if run.state in (RunState.SUCCEEDED, RunState.FAILED) else "is"
-        unknown = f"\n{stands.why}\nto find out: {stands.todo}"
-        asked = f" ({run.request} is asked for)" * bool(run.request)
-        return f"{has} {run.state}{asked}" + unknown * (run.finished and stands.needs_someone)
-    done = "paused" if request == Request.PAUSE else "cancelled"
-    frozen = f"\n{stands.why}\nto end it: batchrun cancel --kill {run.id}"
-    return f"will be {done} at its next safe point" + frozen * stands.needs_someone
 
 
 @command(
@@ -17389,7 +17486,7 @@ def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) 
     word("run", required=False),
     word("--lookup", is_flag=True, help="Ask the destinations by the jobs' own lookups."),
     word("--confirm", multiple=True, metavar="KEY", help="It was done."),
-    word("--receipt", type=compact_json, metavar="JSON", help="What the destination gave for it."),
+    word("--receipt", reads=compact_json, metavar="JSON", help="What the destination gave for it."),
     word("--absent", multiple=True, metavar="KEY", help="It was not done, and may be called."),
     word("--why", default="", metavar="TEXT", help="How you know, kept with the answer."),
     word("--by", default="", metavar="WHO", help="Who decided, if it is not you."),
@@ -17418,7 +17515,7 @@ def result_of_answers(app: App, ledger: Ledger, rows: list[Answered], *, applies
     """Return what is known of operations; a finding while the outcome of one is unknown."""
     documents = [summarise_answered(row, applied=applies) for row in rows]
     left = sum(not each["applied"] for each in documents)
-    text = render_answered(documents) if documents else "no operation is unknown"
+    text = render_answered(documents, app.columns) if documents else "no operation is unknown"
     if any(each["outcome"] and not applies for each in documents):
         text += "\nnothing is recorded yet: type it again with --apply"
     elif left:
@@ -17484,20 +17581,22 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> Result:
     return Result(text, document, found=bool(lines) and not apply)
 
 
-IDS = word("ids", nargs=-1, type=at_least(1))
+IDS = word("ids", nargs=-1, reads=at_least(1), metavar="[ID]...")
 
 
 @command(word("run", required=False), IDS, exits=[ExitCode.NOT_FOUND])
 def rejects_list_command(app: App, *, run: str | None, ids: tuple[int, ...]) -> Result:
     """List rejected records; without RUN, the runs of which some wait for a person."""
     if run is not None:
-        return result_of_rejects(app, run, ids, render_rejects)
+        table = functools.partial(render_rejects, columns=app.columns)
+        return result_of_rejects(app, run, ids, table)
     with app.ledger(write=False) as ledger:
         found = ledger.runs_with_open_rejects()
     rows = [["run", "job", "ended", "open rejects"]]
     rows += [[run.id, run.job, moment_text(run.ended_at), str(count)] for run, count in found]
     documents = [{"run": run.id, "job": run.job, "open": count} for run, count in found]
-    return Result(render_table(rows) if found else "no open rejects", {"runs": documents})
+    text = render_table(rows, app.columns) if found else "no open rejects"
+    return Result(text, {"runs": documents})
 
 
 @command(word("run"), IDS, exits=[ExitCode.NOT_FOUND])
@@ -17533,11 +17632,11 @@ def rejects_retry_command(app: App, *, run: str, ids: tuple[int, ...], **asked: 
     """Run open rejects again through their job, as a run of their own."""
     with app.ledger(write=True) as ledger:
         found, rows = rejects_of(app, ledger, run, ids)
+        if not found.finished and not found.rollback_of:
+            raise unfinished_before_retry(ledger, found)
     if found.rollback_of:
         what = f"Run {found.id} is a rollback; its rejects are no records of the job."
         raise ConfigurationError(what, todo=f"Mend them by hand: batchrun rejects show {found.id}")
-    if not found.finished:
-        raise unfinished_before_retry(found)
     retry = Retry(found, [row.spot for row in rows])
     launch = launch_of(found.job, **asked)
     launch = launch._replace(by_person=True, overrides=found.overrides, retry=retry)
@@ -17561,7 +17660,7 @@ def rejects_drop_command(app: App, *, run: str, ids: tuple[int, ...], why: str) 
 
 @command(
     word("run"),
-    word("--to-batch", type=at_least(0), metavar="N", help="Undo only what came after batch N."),
+    word("--to-batch", reads=at_least(0), metavar="N", help="Undo only what came after batch N."),
     word("--dry-run", is_flag=True, help="Only show what would be done."),
     word("--why", default="", metavar="TEXT", help="The reason, for the record."),
     *RUNNING[2:],
@@ -17605,16 +17704,15 @@ def rollback_of(ledger: Ledger, run: Run, to_batch: int | None, why: str) -> tup
 # -- set up --------------------------------------------------------------------------------------
 
 
-@command(word("folder", type=file, default="."))
-def init_command(_: App, *, folder: str) -> Result:
+@command(word("folder", reads=Path, default="."))
+def init_command(_: App, *, folder: Path) -> Result:
     """Make a configuration and a starter job that runs."""
-    root = Path(folder)
-    require_text(root.absolute())
+    require_text(folder.absolute())
     feed = [f"SKU-{number:06d},{number * 7919 % 500}" for number in range(1, 12_001)]
     files = {
-        root / "batchrun.toml": STARTER_CONFIG,
-        root / "jobs/inventory_sync.py": STARTER_JOB,
-        root / "jobs/feed.csv": "\n".join(["sku,quantity", *feed, ""]),
+        folder / "batchrun.toml": STARTER_CONFIG,
+        folder / "jobs/inventory_sync.py": STARTER_JOB,
+        folder / "jobs/feed.csv": "\n".join(["sku,quantity", *feed, ""]),
     }
     for path in filter(Path.exists, files):
         what, todo = f"{path} is there already.", "Choose another folder: batchrun init FOLDER"
@@ -17622,7 +17720,7 @@ def init_command(_: App, *, folder: str) -> Result:
     for path, content in files.items():
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         write_atomically(path, content.encode())
-    change = "" if folder == "." else f"cd {root} && "
+    change = "" if folder == Path() else f"cd {folder} && "
     text = f"made {', '.join(map(str, files))}\nto go on: {change}batchrun run inventory_sync"
     return Result(text, {"files": list(files)})
 
@@ -17702,16 +17800,19 @@ def write_metrics(folder: Path, text: str) -> None:
 
 @command(
     word(
-        "--write", type=file, metavar="FOLDER", help="Write FOLDER/batchrun.prom, for all to read."
+        "--write",
+        reads=Path,
+        metavar="FOLDER",
+        help="Write FOLDER/batchrun.prom, for all to read.",
     )
 )
-def metrics_command(app: App, *, write: str | None) -> Ended:
+def metrics_command(app: App, *, write: Path | None) -> Ended:
     """Show how all jobs stand as metrics for Prometheus."""
     with app.ledger(write=False) as ledger:
         text = app.metrics(ledger)
     if write is None:
-        return Result(text.rstrip("\n"), {"metrics": text})
-    write_metrics(Path(write), text)
+        return Result(text.rstrip("\n"), {"metrics": text}, is_pasted=True)
+    write_metrics(write, text)
     return ExitCode.DONE
 
 
@@ -17733,14 +17834,14 @@ def doctor_command(app: App, *, job: str | None, alerts: bool) -> Result:
 
 
 @command(
-    word("file", type=file),
+    word("file", reads=Path),
     word("--force", is_flag=True, help="Also in the place of an older copy."),
     exits=[ExitCode.PERSON_NEEDED],
 )
-def backup_command(app: App, *, file: str, force: bool) -> Result:
+def backup_command(app: App, *, file: Path, force: bool) -> Result:
     """Copy the ledger while jobs run, and verify the copy."""
     app.state.require_fit(create=False)
-    path = Path(file).absolute()
+    path = file.absolute()
     with app.ledger(write=False) as ledger:
         size = back_up(app.state, ledger, path, force=force)
     text = f"{path}: {size_text(size)}, verified; the README says how it is put back"
@@ -17748,7 +17849,12 @@ def backup_command(app: App, *, file: str, force: bool) -> Result:
 
 
 @command(
-    word("--keep", type=duration, metavar="90d", help="Instead of what the configuration says."),
+    word(
+        "--keep",
+        reads=parse_duration,
+        metavar="90d",
+        help="Instead of what the configuration says.",
+    ),
     word("--dry-run", is_flag=True, help="Only show what would go."),
 )
 def prune_command(app: App, *, keep: float | None, dry_run: bool) -> Result:
@@ -17760,11 +17866,12 @@ def prune_command(app: App, *, keep: float | None, dry_run: bool) -> Result:
     text = f"{pruned} {'would go' if dry_run else 'went'}"
     gone = f", with {several(pruned.rows, 'row')} and {size_text(pruned.files_bytes)} of files"
     rows = [[str(getattr(run, name)) for name in names] for run in runs]
-    table = [render_table([["run", "job", "state", "ended"], *rows])] if rows and dry_run else []
+    table = [["run", "job", "state", "ended"], *rows]
+    shown = [render_table(table, app.columns)] if rows and dry_run else []
     documents = [{name: getattr(run, name) for name in names} for run in runs]
     counts = {"before": pruned.before, "rows": pruned.rows, "files_bytes": pruned.files_bytes}
     document = {"runs": documents, "dry_run": dry_run, **counts}
-    return Result("\n".join([*table, text + gone * (not dry_run)]), document)
+    return Result("\n".join([*shown, text + gone * (not dry_run)]), document)
 
 
 @command(
@@ -17784,7 +17891,7 @@ def unit_command(app: App, *, job: str | None, install: bool, force: bool, **ask
     if asked["cron"]:
         fields = timed.when(1) if timed.every else "*/5 * * * *"
         line = f"{fields}  {_typed(*timed.words)}".replace("%", "\\%")  # a plain one ends the line
-        return Result(line, {"line": line})
+        return Result(line, {"line": line}, is_pasted=True)
     marker = f"{UNIT_MARK}`unit {job or '--tick'}` of {app.config.path}"
     files = render_units(timed, marker).items()
     paths = {app.host.unit_folder / name: text for name, text in files}
@@ -17795,7 +17902,7 @@ def unit_command(app: App, *, job: str | None, install: bool, force: bool, **ask
     shown = [f"# {'wrote ' * install}{path}\n{text}" for path, text in paths.items()]
     text = "\n".join([*shown, "# to start it, type:", *(f"#   {line}" for line in todo)])
     documents = [{"path": path, "text": text} for path, text in paths.items()]
-    return Result(text, {"files": documents, "written": install, "todo": todo})
+    return Result(text, {"files": documents, "written": install, "todo": todo}, is_pasted=True)
 
 
 def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) -> Timed:
@@ -17803,12 +17910,15 @@ def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) 
     config, every, on_failure = app.config, asked["every"], asked["on_failure"] or ""
     words = [*own_command(), "--config", str(config.path)]
     never = f"--every {every!r} is not when something can be started."
+    no_unit = f"--on-failure {on_failure!r} is no name of a unit."
     odd = f"The path {words[0]} or {config.path} cannot stand in a unit or crontab."
     wrong = {
-        "Name a job or --tick, not both.": bool(job) == asked["tick"],
+        "Name a job, or --tick.": not (job or asked["tick"]),
+        "Name a job or --tick, not both.": job and asked["tick"],
         "--tick comes every five minutes; it takes no --every.": asked["tick"] and every,
-        "--every and --on-failure take one line of text.": not f"{every}{on_failure}".isprintable(),
+        "--every takes one line of text.": every and not every.isprintable(),
         never: every and not is_when(app.host, every, cron=asked["cron"]),
+        no_unit: on_failure and not are_units(on_failure),
         "--cron only prints a line.": asked["cron"] and (asked["install"] or on_failure),
         "--force is for --install.": asked["force"] and not asked["install"],
         odd: not "".join(words).isprintable() or {*"\"'\\"} & {*words[0]},
@@ -17816,7 +17926,8 @@ def timed_by(app: App, job: str | None, asked: Mapping[str, Any], *, own: bool) 
     for what in (what for what, is_wrong in wrong.items() if is_wrong):
         fields = '"30 4 * * 1-5"' if asked["cron"] else '"Mon..Fri 4:15"'
         times = f"Write {', '.join(EVERY)}, or for example {fields}."
-        todo = times if what == never else "See: batchrun unit --help"
+        todos = {never: times, no_unit: "Write: --on-failure mail@%n.service"}
+        todo = todos.get(what, "See: batchrun unit --help")
         raise ConfigurationError(what, unchanged="Nothing was written.", todo=todo)
     jobs = [config.job(job)] if job else list(config.jobs.values())
     path = config.state if config.state.exists() else config.path
@@ -17867,7 +17978,9 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
     """
     import click
 
-    class Grouped(click.Group):
+    Group = lettered(click, click.Group)  # noqa: N806 - a class
+
+    class Grouped(Group):  # type: ignore[misc,valid-type]
         def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
             for group, words in GROUPS.items():
                 named = [parts for parts in COMMANDS if parts.name.split()[0] in words.split()]
@@ -17877,9 +17990,9 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
 
     app = app or App()
     root = Grouped("batchrun", help="Run long batch jobs so that they survive.")
-    root.params = [click.Option(list(names), **more) for names, more in GLOBAL]
+    root.params = global_options(click, hidden=False)
     version, meaning = f"batchrun, version {VERSION}", "Show the version and exit."
-    root.params += [answered_at_once(click, "--version", meaning, version), help_option(click)]
+    root.params.insert(-1, answered_at_once(click, "--version", meaning, version))
     root.callback, root.add_help_option = app.take, False
     root.epilog = exit_text(list(ExitCode))
     named = [parts for parts in COMMANDS if parts.name.split()[0] in arguments]
@@ -17887,7 +18000,7 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
         first, _, second = parts.name.partition(" ")
         if second and first not in root.commands:
             title = f"{first.capitalize()}, by a second word."
-            group = click.Group(first, params=hidden_globals(click), callback=app.take, help=title)
+            group = Group(first, params=global_options(click), callback=app.take, help=title)
             group.add_help_option = False
             root.add_command(group)
         above: Any = root.commands[first] if second else root
@@ -17895,15 +18008,23 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
     return root
 
 
-def hidden_globals(click: Any) -> list[Any]:
-    """Return the global options for a place where they are taken, and only --help is shown."""
-    options = [click.Option(list(names), **more, hidden=True) for names, more in GLOBAL]
-    return [*options, help_option(click)]
+def lettered(click: Any, kind: Any) -> Any:
+    """Return a class of click's commands or groups whose mistakes are letters of ours."""
+
+    class Lettered(kind):  # type: ignore[misc]
+        def parse_args(self, context: Any, arguments: list[str]) -> Any:
+            try:
+                return super().parse_args(context, arguments)
+            except click.UsageError as error:
+                raise refused_by_click(click, error, context) from error
+
+    return Lettered
 
 
-def help_option(click: Any) -> Any:
-    """Return the option --help."""
-    return answered_at_once(click, "--help", "Show this message and exit.")
+def global_options(click: Any, *, hidden: bool = True) -> list[Any]:
+    """Return the global options; behind a command they are taken, and only --help is shown."""
+    options = [click.Option(list(names), **more, hidden=hidden) for names, more in GLOBAL]
+    return [*options, answered_at_once(click, "--help", "Show this message and exit.")]
 
 
 def answered_at_once(click: Any, name: str, meaning: str, answer: str = "") -> Any:
@@ -17925,14 +18046,7 @@ def answered_at_once(click: Any, name: str, meaning: str, answer: str = "") -> A
 
 def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     """Return one click command whose return value is its exit code."""
-    made = []
-    for names, more in parts.parameters:
-        kind = {"type": more["type"](click)} if "type" in more else {}
-        ways = kind or {"shell_complete": functools.partial(complete, app)}
-        if names[0].startswith("-"):
-            made.append(click.Option(list(names), callback=said_something, **more | ways))
-        else:
-            made.append(click.Argument(list(names), **more | ways))
+    made = [build_word(click, app, names, **more) for names, more in parts.parameters]
 
     def call(config: str | None, **given: Any) -> ExitCode:
         ways = {name: given.pop(name) for name in ("as_json", "quiet", "verbose")}
@@ -17943,9 +18057,9 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
         app.console.result(ended)
         return ExitCode.FINDINGS if ended.found else ExitCode.DONE
 
-    return click.Command(
+    return lettered(click, click.Command)(
         parts.name.rpartition(" ")[2],
-        params=[*made, *hidden_globals(click)],
+        params=[*made, *global_options(click)],
         add_help_option=False,
         callback=call,
         help=parts.function.__doc__,
@@ -17953,18 +18067,45 @@ def build_command(click: Any, app: App, parts: CommandParts) -> Any:
     )
 
 
-def said_something(_: Any, option: Any, value: Any) -> Any:
-    """Refuse an option that was given without content: nothing at all, or the dots of a letter."""
-    is_blank = isinstance(value, str) and not value.strip() and option.default != ""
-    if is_blank or value == "...":
-        what = f"{option.opts[-1]} says nothing: {value!r}."
-        raise ConfigurationError(what, todo=f"Write: {option.opts[-1]} {option.metavar}")
-    return value
+def build_word(
+    click: Any, app: App, names: Sequence[str], *, reads: Callable[[str], Any] = str, **more: Any
+) -> Any:
+    """Return an argument or option of click: what it shows, completes and gives to the command."""
+    if isinstance(reads, OneOf):
+        more.setdefault("metavar", f"[{'|'.join(reads)}]")
+    more["shell_complete"] = functools.partial(complete, app, reads)
+    kind = click.Option if names[0].startswith("-") else click.Argument
+    return kind(list(names), callback=functools.partial(read_word, reads), **more)
 
 
-def complete(app: App, context: Any, parameter: Any, begun: str) -> list[str]:
-    """Return what a shell may complete a word to: jobs and ids of runs, or words of --every."""
-    names = list(EVERY) * (parameter.name == "every")
+def read_word(reads: Callable[[str], Any], context: Any, parameter: Any, value: Any) -> Any:
+    """Return what was given as it is read; refuse what is of the wrong kind, or says nothing."""
+    name, is_many = parameter.opts[-1], isinstance(value, tuple)
+    is_option = name.startswith("-")
+    is_blank = isinstance(value, str) and not value.strip() and parameter.default != ""
+    if is_option and (is_blank or value == "..."):
+        todo = f"Write: {name} {parameter.metavar}"
+        raise ConfigurationError(f"{name} says nothing: {value!r}.", todo=todo)
+    if reads is str or value is None:
+        return value
+    try:
+        return tuple(map(reads, value)) if is_many else reads(value)
+    except ValueError as error:
+        shown = name if is_option else named_word(parameter)
+        what = f"{shown} {' '.join(value) if is_many else value!r}: {error}."
+        todo = f"See: {context.command_path} --help"
+        raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo) from error
+
+
+def complete(
+    app: App, reads: Callable[[str], Any], context: Any, parameter: Any, begun: str
+) -> list[Any]:
+    """Return what a shell may complete a word to: files, jobs, ids of runs, words it may be."""
+    if reads is Path:
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(begun, type="file")]
+    names = [*reads] if isinstance(reads, OneOf) else [*EVERY] * (parameter.name == "every")
     with contextlib.suppress(BatchrunError, OSError):
         if parameter.name in ("job", "jobs", "run", "name"):
             app.take(context.find_root().params.get("config"))
@@ -17972,7 +18113,7 @@ def complete(app: App, context: Any, parameter: Any, begun: str) -> list[str]:
         if parameter.name in ("run", "name"):
             with app.ledger(write=False) as ledger:
                 names += [run.id for run in ledger.newest_runs()]
-    return [name for name in names if name.startswith(begun)]
+    return [name for name in names if name.lower().startswith(begun.lower())]
 
 
 def exit_text(codes: list[ExitCode]) -> str:
@@ -17996,8 +18137,8 @@ def run_command_line(arguments: list[str]) -> int:
         raise
     except (click.Abort, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
-    except click.ClickException as error:
-        letter: BatchrunError = refused_by_click(error)
+    except click.UsageError as error:
+        letter: BatchrunError = refused_by_click(click, error, error.ctx)
     except BatchrunError as error:
         letter = error
     except OSError as error:
@@ -18006,11 +18147,39 @@ def run_command_line(arguments: list[str]) -> int:
     return letter.exit_code
 
 
-def refused_by_click(error: Any) -> ConfigurationError:
+def refused_by_click(click: Any, error: Any, context: Any) -> ConfigurationError:
     """Return what click refused as a letter."""
-    where = getattr(error, "ctx", None)
-    see = f"See: {where.command_path} --help" if where and "\n" not in str(error) else ""
-    return ConfigurationError(error.format_message(), todo=see)
+    said, path = error.format_message(), context.command_path
+    if "\n" in said:  # a help page
+        return ConfigurationError(said)
+    todo = f"See: {path} --help"
+    options = {name: each for each in context.command.params for name in each.opts}
+    option = getattr(error, "option_name", "")
+    needed = [named_word(each) for each in options.values() if each.required]
+    words = context.command.collect_usage_pieces(context) + [n for n in needed if "-" in n]
+    usage = f"Write: {' '.join([path, *words])}"
+    word = (re.findall(r"'(.*?)'|\((.*)\)", said) or [("", said)])[0]
+    if isinstance(error, click.NoSuchOption):
+        what = f"{path} has no option {option}{_meant(option, options) or '.'}"
+    elif isinstance(error, click.BadOptionUsage):
+        asked = named_word(options[option])
+        what = f"{option} takes no value." if asked == option else f"{option} needs a value."
+        todo = f"Write: {asked}"
+    elif isinstance(error, click.MissingParameter):
+        what, todo = f"{path} needs {named_word(error.param)}.", usage
+    elif isinstance(context.command, click.Group):
+        known = FIRST_WORDS if path == "batchrun" else context.command.commands
+        what = f"{path} has no command {word[0]!r}{_meant(word[0], known) or '.'}"
+    else:
+        what, todo = f"{path} has no use for {word[1]!r}.", usage
+    return ConfigurationError(what, unchanged="Nothing was changed.", todo=todo)
+
+
+def named_word(parameter: Any) -> str:
+    """Return an argument or option for people: `JOB`, `--batches N`, `--fresh`."""
+    if not parameter.opts[0].startswith("-"):
+        return str(parameter.metavar or parameter.name.upper()).strip("[].")
+    return f"{parameter.opts[-1]} {'' if parameter.is_flag else parameter.metavar}".rstrip()
 
 
 def refused_by_system(error: OSError, arguments: list[str]) -> BatchrunError:

@@ -362,6 +362,27 @@ def test_what_has_no_order_or_no_encoding_is_refused(value: object, why: str) ->
     assert refusal.value.what.startswith(f"The cursor {value!r} cannot be stored: {why}")
 
 
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (17, "17"),
+        (10**20, "100000000000000000000"),
+        (0.5, "0.5"),
+        ("SKU-7", '"SKU-7"'),
+        ("Käse", '"Käse"'),
+        (("Rotterdam", 10), '"Rotterdam", 10'),
+        ((date(2026, 1, 31), ("a", 1)), '2026-01-31, ("a", 1)'),
+        (Decimal("1.50"), "1.50"),
+        (datetime(2026, 1, 31, 8, 30, tzinfo=UTC), "2026-01-31 08:30:00+00:00"),
+        (b"\x01\xff", "01ff"),
+        ({"page": "x", "at": [1, 2]}, 'page: "x", at: (1, 2)'),
+        (UUID(int=7), "00000000-0000-0000-0000-000000000007"),
+    ],
+)
+def test_a_cursor_is_shown_as_a_person_would_write_it(value: object, written: str) -> None:
+    assert batchrun.cursor_text(encode_cursor(value)) == written
+
+
 def test_a_cursor_may_have_64_kb_of_bytes_and_no_more() -> None:
     most = "x" * (65_536 - 2)
     assert decode_cursor(encode_cursor(most)) == most

@@ -549,6 +549,7 @@ def test_a_commit_that_raised_is_an_unknown_outcome(
     with pytest.raises(OutcomeUnknown, match="COMMIT failed") as unknown:
         ledger.note("me", "one")
     assert unknown.value.exit_code == ExitCode.STATE_DIRECTORY
+    assert unknown.value.todo.endswith(", then type this again.")  # whatever it was, also a cancel
     assert ledger.events() == []
 
 
@@ -1397,6 +1398,7 @@ def test_a_full_disk_is_never_called_corruption(at_rest: Path) -> None:
         letter = batchrun.ledger_letter(error, at_rest, FullHost())
         assert letter.exit_code == ExitCode.STATE_DIRECTORY
         assert letter.what == f"Disk full: the ledger {at_rest} cannot be written ({error})."
+        assert letter.todo.endswith(", then type this again.")
 
 
 def test_json_columns_come_back_as_what_they_were(ledger: Ledger) -> None:

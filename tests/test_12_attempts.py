@@ -71,7 +71,7 @@ def sync(ctx):
 """
 YIELD = "        yield batch\n"
 RAISES = "raise ConnectionRefusedError('down')"
-RANGE = r"\(records 6 to 10, loop main, after cursor \S.*\)"
+RANGE = r"\(records 6 to 10, loop main, after cursor 5, \"[0-9a-f]{32}\"\)"
 
 
 def write_job(

@@ -16,7 +16,7 @@ from unicodedata import east_asian_width
 
 import apsw
 import pytest
-from conftest import LAUNCH, Project, clean_environment, wait_for
+from conftest import LAUNCH, Project, clean_environment, run_in_two_attempts, wait_for
 from test_13_reports import ABOUT, NEVER, NOW, PAUSED, RUN, STANDS
 
 import batchrun
@@ -321,6 +321,23 @@ def test_what_would_keep_an_idle_run_from_going_on_is_named(project: Project) ->
         assert said in project.run("status", "count").out
 
 
+def test_a_run_that_was_refused_as_it_is_installed_needs_someone_in_each_view(
+    project: Project,
+) -> None:
+    write_job(project)
+    assert project.run("run", "count", "--batches", "2").code == 75
+    write_job(project, config=CONFIG + "fed = 1\n")
+    assert project.run("run", "count").code == 2
+    for words in (["status"], ["status", "count"]):
+        ended = project.run(*words, "--json")
+        assert (ended.code, ended.document["jobs"][0]["needs_someone"]) == (3, True)
+    table = project.run("status").out
+    assert re.search(r"^! count  interrupted ", table, re.MULTILINE)
+    write_job(project)
+    assert project.run("resume", "--all").code == 0
+    assert project.run("status").code == 0
+
+
 @pytest.mark.parametrize(
     ("scopes", "off"),
     [
@@ -524,3 +541,88 @@ def test_jobs_tells_what_each_does_its_settings_and_its_last_run(project: Projec
 def test_a_lockfile_of_another_job_closes_nothing() -> None:
     lockfile = Lockfile(1, 1, NOW, "Ada", "", None, ["job:other"], "")
     assert not batchrun.closes(lockfile.scopes, "count", ())
+
+
+# --- what is longer than a line -------------------------------------------------------------------
+
+REASON = "the quantity is below zero after Monday's correction, which nobody has believed so far"
+ERROR = "the supplier's server said a great deal that does not fit on one line, and then hung up"
+
+
+@pytest.fixture(scope="module")
+def wordy(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project whose run ended in its second attempt, with much to say about it."""
+    log = "ctx.log.warning('%s', 'said ' * 30)"
+    made, code = run_in_two_attempts(
+        tmp_path_factory.mktemp("wordy"), log, reason=REASON, error=ERROR
+    )
+    assert code == 10
+    return made
+
+
+@pytest.mark.parametrize("columns", [60, 80, 160])
+@pytest.mark.parametrize("words", ["status sync", "logs sync", "rejects show sync"])
+def test_a_screen_fits_its_terminal_and_no_word_is_lost(
+    wordy: Project, terminal: Open, words: str, columns: int
+) -> None:
+    open_one = terminal(wordy, *words.split(), columns=columns)
+    open_one.ends()
+    shown, piped = open_one.shown.decode(), wordy.run(*words.split()).out
+    too_long = [line for line in shown.split("\n") if width(line) > columns]
+    assert [line for line in too_long if max(map(len, line.split())) < columns - 40] == []  # a path
+    moving = r"\d+(\.\d+)?m?s"  # ages
+    assert re.sub(moving, "", shown).split() == re.sub(moving, "", piped).split()
+    assert max(map(width, piped.split("\n"))) > 90
+
+
+@pytest.mark.parametrize("columns", [60, 80, 160])
+@pytest.mark.parametrize("words", ["report sync", "rejects list sync", "report --since 1d"])
+def test_cells_that_do_not_fit_beside_the_others_stand_below_with_their_names(
+    wordy: Project, terminal: Open, words: str, columns: int
+) -> None:
+    open_one = terminal(wordy, *words.split(), columns=columns)
+    open_one.ends()
+    shown, piped = open_one.shown.decode(), wordy.run(*words.split()).out
+    assert max(map(width, shown.split("\n"))) <= columns
+    assert {*shown.split()} >= {*re.sub(r"(?m)^\w+ .*\n", "", piped).split()}
+    lines = [line.strip() for line in shown.split("\n")]
+    if "rejects" in words and columns < 100:
+        assert f"reason: {REASON}"[: columns - 20] in " ".join(lines)
+
+
+def test_what_is_to_be_typed_is_not_broken() -> None:
+    typed = 'to type: batchrun approve 4be1c9a02d publish --why "the shop has asked for it"'
+    told = f"It asks for an approval, which only a person can give; {typed}"
+    assert batchrun.fold(typed, 40) == typed
+    assert batchrun.fold(told, 80).split("\n") == [
+        "It asks for an approval, which only a person can give; to type:",
+        typed.removeprefix("to type: "),
+    ]
+
+
+def test_a_broken_line_goes_on_below_its_text() -> None:
+    assert batchrun.fold("  why           It is so because of that.", 32).split("\n") == [
+        "  why           It is so because",
+        "                of that.",
+    ]
+    assert batchrun.fold("  batches  5, the newest 12 ms ago", 27).split("\n") == [
+        "  batches  5, the newest",
+        "           12 ms ago",
+    ]
+    logged = "2026-11-30T08:59:08.342Z WARNING it is a line with one blank before its text"
+    assert batchrun.fold(logged, 70).split("\n")[1] == " " * 33 + "its text"
+    assert batchrun.fold(logged, 50).split("\n")[1] == "    one blank before its text"
+    assert batchrun.fold("世" * 5 + " " + "世" * 5, 12).split("\n") == ["世" * 5] * 2
+    assert batchrun.fold("x" * 50, 20) == "x" * 50
+
+
+@pytest.mark.parametrize("words", ["unit sync", "metrics", "report sync --markdown"])
+def test_what_is_pasted_into_a_file_is_as_wide_as_it_is(
+    wordy: Project, terminal: Open, words: str
+) -> None:
+    open_one = terminal(wordy, *words.split(), columns=40)
+    assert open_one.ends() == 0
+    shown = open_one.shown.decode().replace("\r\n", "\n").split("\n")
+    assert [line[:60] for line in shown] == [
+        line[:60] for line in wordy.run(*words.split()).out.split("\n")
+    ]

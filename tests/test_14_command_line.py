@@ -11,8 +11,9 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import apsw
 import pytest
@@ -305,7 +306,7 @@ def test_global_options_may_stand_before_a_command_or_after_it(
 def test_a_mistyped_command_is_answered_with_the_one_that_is_meant(shop: Project) -> None:
     ended = shop.run("stauts")
     assert (ended.code, ended.out) == (2, "")
-    assert ended.err.startswith("No such command 'stauts'.")
+    assert ended.err.startswith("batchrun has no command 'stauts'; did you mean status?\n")
     assert ended.err.endswith("See: batchrun --help\n")
 
 
@@ -321,8 +322,18 @@ def test_set_refuses_what_others_could_read(shop: Project) -> None:
 
 
 ONE_REPORT = "A report is of one RUN or JOB, or of `drain` and its number without options."
-NO_ID = "not a valid integer range.\nSee: batchrun report --help"
-SEE = "\nSee: batchrun rejects"
+SAME = "\nNothing was changed.\n"
+NO_ID = f"a whole number is wanted, 1 or more.{SAME}See: batchrun report --help"
+
+
+def no_option(command: str, option: str) -> str:
+    """Return the letter for an option that the command has not."""
+    path = f"batchrun rejects {command}"
+    return f"{path} has no option {option}.{SAME}See: {path} --help"
+
+
+DROP = "batchrun rejects drop [OPTIONS] RUN [ID]... --why TEXT"
+SHOW = "batchrun rejects show [OPTIONS] RUN [ID]..."
 NO_TICK = "--all goes on with all that is due, each as it was started."
 
 
@@ -333,16 +344,19 @@ NO_TICK = "--all goes on with all that is due, each as it was started."
         ("resume --all --batches 1", f"{NO_TICK}\nWrite: batchrun resume --all, or resume RUN"),
         ("resume --all --in-process", f"{NO_TICK}\nWrite: batchrun resume --all, or resume RUN"),
         ("report count 5", f"{ONE_REPORT}\nWrite: batchrun report count"),
-        ("report count two", f"Invalid value for '[ID]': 'two' is {NO_ID}"),
+        ("report count two", f"ID 'two': {NO_ID}"),
         ("report drain --markdown", f"{ONE_REPORT}\nWrite: batchrun report drain"),
-        ("rejects list --batches 3", f"No such option '--batches'.{SEE} list --help"),
-        ("rejects list --why x", f"No such option '--why'.{SEE} list --help"),
-        ("rejects show count --in-process", f"No such option '--in-process'.{SEE} show --help"),
-        ("rejects retry count --why x", f"No such option '--why'.{SEE} retry --help"),
-        ("rejects drop count --why x --batches 3", f"No such option '--batches'.{SEE} drop --help"),
-        ("rejects drop count", f"Missing option '--why'.{SEE} drop --help"),
-        ("rejects show", f"Missing argument 'RUN'.{SEE} show --help"),
-        ("rejects sort count", f"No such command 'sort'.{SEE} --help"),
+        ("rejects list --batches 3", no_option("list", "--batches")),
+        ("rejects list --why x", no_option("list", "--why")),
+        ("rejects show count --in-process", no_option("show", "--in-process")),
+        ("rejects retry count --why x", no_option("retry", "--why")),
+        ("rejects drop count --why x --batches 3", no_option("drop", "--batches")),
+        ("rejects drop count", f"batchrun rejects drop needs --why TEXT.{SAME}Write: {DROP}"),
+        ("rejects show", f"batchrun rejects show needs RUN.{SAME}Write: {SHOW}"),
+        (
+            "rejects sort count",
+            f"batchrun rejects has no command 'sort'.{SAME}See: batchrun rejects --help",
+        ),
     ],
 )
 def test_what_a_command_would_not_heed_is_refused(shop: Project, words: str, said: str) -> None:
@@ -372,30 +386,76 @@ def test_an_option_that_says_nothing_is_refused(
     assert shop.run(*words) == Ended(2, "", said)
 
 
-LEVELS_SAID = "'debug', 'out', 'info', 'err', 'warn', 'warning', 'error', 'critical'"
+LEVELS_SAID = "DEBUG, OUT, INFO, ERR, WARN, WARNING, ERROR or CRITICAL is wanted"
+NO_NUMBER = "a whole number is wanted, 1 or more"
 NO_DURATION = 'a duration with its unit is wanted, such as "90s", "3m" or "1h30m"'
 
 
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [
-        ("run count --batches 0", "0 is not in the range x>=1"),
-        ("resume --batches 0", "0 is not in the range x>=1"),
-        ("rollback count --to-batch -1", "-1 is not in the range x>=0"),
-        ("run count --when-blocked wait", "'wait' is not one of 'refuse', 'defer'"),
-        ("rejects retry count --when-blocked wait", "'wait' is not one of 'refuse', 'defer'"),
-        ("drain --then stop", "'stop' is not one of 'leave', 'interrupt'"),
+        ("run count --batches 0", NO_NUMBER),
+        ("resume --batches 0", NO_NUMBER),
+        ("rollback count --to-batch -1", "a whole number is wanted, 0 or more"),
+        ("run count --when-blocked wait", "refuse or defer is wanted"),
+        ("rejects retry count --when-blocked wait", "refuse or defer is wanted"),
+        ("drain --then stop", "leave or interrupt is wanted"),
         ("drain --deadline 10", NO_DURATION),
         ("prune --keep 90", NO_DURATION),
-        ("logs count --level LOUD", f"'LOUD' is not one of {LEVELS_SAID}"),
+        ("logs count --level LOUD", LEVELS_SAID),
     ],
 )
 def test_a_word_of_the_wrong_kind_is_refused(shop: Project, words: str, wrong: str) -> None:
-    *_, option, _ = words.split()
+    *_, option, value = words.split()
     name = words[: words.index(" count" if "count" in words else " -")]
-    said = f"Invalid value for '{option}': {wrong}.\nSee: batchrun {name} --help\n"
+    said = f"{option} {value!r}: {wrong}.\nNothing was changed.\nSee: batchrun {name} --help\n"
     assert shop.run(*words.split()) == Ended(2, "", said)
     assert not shop.state.exists()
+
+
+OF_CLICK = re.compile(r"No such|Invalid value|Missing|Got unexpected|requires an|does not take|'--")
+
+
+@pytest.mark.parametrize("parts", batchrun.COMMANDS, ids=lambda parts: parts.name)
+def test_each_command_answers_words_that_it_has_not_with_letters(
+    parts: batchrun.CommandParts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["x"] * 9 if any(more.get("nargs") for _, more in parts.parameters) else ["7"] * 9
+    wrong = [["--nonsense"], ["--jsno"], ["--config"], ["--json=1"], given]
+    wrong += [[names[0]] for names, more in parts.parameters if takes_a_value(names, more)]
+    wrong += [[]] * any(must_be_given(names, more) for names, more in parts.parameters)
+    for words in wrong:
+        assert batchrun.run_command_line(["--json", *parts.name.split(), *words]) == 2
+        captured = capfd.readouterr()
+        error = json.loads(captured.err.splitlines()[-1])
+        assert (captured.out, error["type"], error["exit_code"]) == ("", "error", 2)
+        what, unchanged, todo = error["text"].split("\n")
+        assert what.endswith((".", "?"))
+        assert OF_CLICK.search(error["text"]) is None, error
+        assert unchanged == "Nothing was changed."
+        assert todo.startswith((f"See: batchrun {parts.name} --help", "Write: "))
+    assert list(tmp_path.iterdir()) == []
+
+
+def must_be_given(names: Sequence[str], more: dict[str, Any]) -> bool:
+    """Tell whether a command is nothing without it."""
+    left_out = {"default", "nargs"} & {*more} or names[0].startswith("-")
+    return bool(more.get("required", not left_out))
+
+
+def takes_a_value(names: Sequence[str], more: dict[str, Any]) -> bool:
+    """Tell whether it is an option with a value."""
+    return names[0].startswith("--") and "is_flag" not in more
+
+
+def test_a_level_is_read_in_upper_or_lower_case(shop: Project) -> None:
+    assert shop.run("run", "count").code == 0
+    shown = shop.run("logs", "count", "--level", "warning")
+    assert (shown.code, shown.out) == (0, shop.run("logs", "count", "--level", "WARNING").out)
 
 
 def test_several_unfinished_runs_are_listed_for_a_resume_without_a_name(project: Project) -> None:

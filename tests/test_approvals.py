@@ -396,6 +396,7 @@ def in_situation(ledger: Ledger, name: str) -> list[Run]:
         "was paused by a person": [("paused", "person"), ("interrupted", ""), ("failed", "")],
         "has its answer": [("awaiting", "approval")],
         "failed": [("failed", "")],
+        "was refused as it is installed": [("interrupted", "")],
         "is due": [
             *[("waiting", ""), ("interrupted", "")],
             *[("paused", reason) for reason in ("health", "drain", "stop", "maintenance")],
@@ -416,6 +417,11 @@ def in_situation(ledger: Ledger, name: str) -> list[Run]:
             answer = "2026-01-01T00:00:00.000Z" if name == "has its answer" else None
             asks = {"run": key, "name": "go", "summary": "on", "asked_at": ""}
             ledger._insert("approval", answered_at=answer, **asks)
+        if name == "was refused as it is installed":
+            gone = batchrun.ProcessIdentity(1, 1, "before")._asdict()
+            of = {"run": key, "generation": 1, "began_at": "", "from_number": 0}
+            ledger._insert("attempt", supervisor=gone, ending="refused", **of)
+            ledger._set("run", {"key": key}, generation=1)
         found.append(ledger.run(key))
     return found
 
@@ -431,7 +437,8 @@ def test_each_start_does_with_an_unfinished_run_what_the_table_says(
             continue
         stands = standing(ledger, run, Host())
         tick = REPLIES[name][STARTS.index("tick")]
-        assert (stands.is_due, stands.needs_someone) == (tick == "go on", tick == "skip")
+        needs_someone = tick == "skip" or name in batchrun.NEEDS_A_PERSON
+        assert (stands.is_due, stands.needs_someone) == (tick == "go on", needs_someone)
         assert admitted(ledger, run, start) == wanted, (run.state, run.reason)
     ledger.close()
 

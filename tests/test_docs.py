@@ -8,6 +8,7 @@ command makes an environment in which tests pass, and takes a second instead of 
 """
 
 import importlib.util
+import inspect
 import os
 import re
 import shutil
@@ -276,3 +277,27 @@ def test_every_config_key_is_in_the_readme() -> None:
 
 def test_the_sample_config_is_toml() -> None:
     assert "inventory_sync" in tomllib.loads(SAMPLE_CONFIG)["jobs"]
+
+
+# --- lists of the README --------------------------------------------------------------------------
+
+
+def test_the_readme_names_each_command_that_takes_an_option() -> None:
+    told: dict[str, set[str]] = {}
+    for named, of in re.findall(r"^\| (`-.*?) \| ([a-z, ]+) \|", README, re.MULTILINE):
+        for option in re.findall(r"--[a-z-]+", named.replace(r"\|", " ")):
+            told.setdefault(option, set()).update({*of.split(", ")} - {"all"})
+    has: dict[str, set[str]] = {}
+    for name, command in COMMANDS.items():
+        shown = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+        for option in {max(each.opts, key=len) for each in shown} - {"--help"}:
+            has.setdefault(option, set()).add(re.sub("^rejects .*", "rejects", name))
+    assert {option: of for option, of in told.items() if option in has} == has
+
+
+@pytest.mark.parametrize("source", [batchrun.Query, batchrun.JsonLines, batchrun.Delimited])
+def test_the_readme_shows_how_each_source_is_made(source: type) -> None:
+    [shown] = re.findall(rf"^{source.__name__}\((.*?)\)$", README, re.MULTILINE | re.DOTALL)
+    named = re.findall(r"(\w+)(?:=[^,]*)?(?:,|$)", shown.strip())
+    taken = [name for name in inspect.signature(source).parameters if name != "shared"]
+    assert [name for name in named if name in taken] == taken

@@ -21,20 +21,20 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Vocabulary": 615,
     "Host": 855,
     "Configuration": 1_255,
-    "Checkpoints": 520,
-    "Ledger": 2_670,
+    "Checkpoints": 535,
+    "Ledger": 2_685,
     "Locks and maintenance": 435,
     "Health": 840,
     "Jobs": 2_850,
-    "Operations": 635,
+    "Operations": 630,
     "Recovery": 1_120,
-    "Worker": 950,
+    "Worker": 955,
     "Supervisor": 1_970,
-    "Reports": 1_495,
-    "Command line": 1_730,
+    "Reports": 1_550,
+    "Command line": 1_810,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 18_063  # must stay under
+LINES_IN_ALL = 18_232  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

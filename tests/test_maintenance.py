@@ -545,7 +545,7 @@ def test_a_job_may_defer_its_starts_and_a_launch_says_otherwise(
     assert crowd.run("run sync --when-blocked refuse") == 12
     assert crowd.run("run sync") == 75
     assert crowd.run("run sync --when-blocked wait") == 2
-    said = "Invalid value for '--when-blocked': 'wait' is not one of 'refuse', 'defer'.\n"
+    said = "--when-blocked 'wait': refuse or defer is wanted.\nNothing was changed.\n"
     said += "See: batchrun run --help\n"
     assert crowd.said() == said
 

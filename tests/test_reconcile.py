@@ -230,8 +230,8 @@ def test_a_receipt_that_is_no_json_is_refused(post: Post) -> None:
     run = post.begin("None")
     words = ("--confirm", "letter/d", "--receipt", "{", "--why", "x", "--apply")
     ended = post.project.run("reconcile", run, *words)
-    assert (ended.code, ended.err.splitlines()[1]) == (2, "See: batchrun reconcile --help")
-    assert ended.err.startswith("Invalid value for '--receipt': Expecting property name")
+    assert (ended.code, ended.err.splitlines()[2]) == (2, "See: batchrun reconcile --help")
+    assert ended.err.startswith("--receipt '{': JSON is wanted (Expecting property name")
 
 
 def test_an_unknown_key_is_refused(post: Post) -> None:

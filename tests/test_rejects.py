@@ -398,6 +398,17 @@ def test_a_reject_that_is_not_there_is_a_letter(rejected: Shop) -> None:
     )
 
 
+def test_a_retry_that_a_disk_refuses_to_begin_is_typed_again(rejected: Shop) -> None:
+    folder = rejected.project.state / "checkpoints" / "sync"
+    folder.rename(folder.with_name("aside"))
+    folder.touch()
+    ended = rejected.project.run("rejects", "retry", "sync")
+    assert (ended.code, ended.err.splitlines()[-1]) == (
+        5,
+        f"Check the disk of {folder}, then type this again.",
+    )
+
+
 @pytest.mark.parametrize(
     "point",
     ["batch.handed_out", "target.commit", "target.committed", "checkpoint.rename", "ledger.commit"],
@@ -612,6 +623,23 @@ def test_dropping_needs_a_reason_and_is_recorded(rejected: Shop) -> None:
     bad(rejected)
     assert retry(rejected, run).code == 0
     assert applied(rejected)[-2:] == ["8", "9"]
+
+
+def test_rejects_of_a_retry_that_asks_for_an_approval_wait_for_it(rejected: Shop) -> None:
+    rejected.write(STOCK + '\n    ctx.approval("publish", "now?")' + LOOP)
+    ended = rejected.project.run("rejects", "retry", "sync")
+    assert ended.code == 13, ended
+    asks = newest(rejected)
+    for words in (("retry", "sync"), ("retry", asks), ("drop", "sync", "--why", "x")):
+        refused = rejected.project.run("rejects", *words)
+        assert (refused.code, refused.err.splitlines()[-3:]) == (
+            13,
+            [
+                "First type one of:",
+                f'  batchrun approve {asks} publish --why "..."',
+                f"  batchrun cancel {asks}",
+            ],
+        )
 
 
 def test_rejects_of_which_only_text_is_kept_cannot_be_retried_and_say_so(shop: Shop) -> None:

@@ -223,7 +223,7 @@ def test_install_writes_where_systemd_looks_and_only_over_its_own(
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ((), "Name a job or --tick, not both."),
+        ((), "Name a job, or --tick."),
         (("sync", "--tick"), "Name a job or --tick, not both."),
         (
             ("--tick", "--every", "daily"),
@@ -231,7 +231,7 @@ def test_install_writes_where_systemd_looks_and_only_over_its_own(
         ),
         (
             ("sync", "--every", "daily\n[Service]"),
-            "--every and --on-failure take one line of text.",
+            "--every takes one line of text.",
         ),
         (("sync", "--cron", "--install"), "--cron only prints a line."),
         (("sync", "--force"), "--force is for --install."),
@@ -243,6 +243,31 @@ def test_what_unit_would_not_heed_it_refuses(
     write_job(project)
     todo = "Nothing was written.\nSee: batchrun unit --help\n"
     assert project.run("unit", *words) == Ended(2, "", f"{what}\n{todo}")
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *("mail", "mail.sh", "mail.service\nUser=root", "mail.service; true", "/bin/mail.service"),
+        *("mail@%.service", "mäil.service", ".service", "a.service, b.service", "--x.service"),
+    ],
+)
+def test_what_is_no_name_of_a_unit_is_not_printed_into_one(project: Project, unit: str) -> None:
+    write_job(project)
+    refused = project.run("unit", "sync", f"--on-failure={unit}")
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err == (
+        f"--on-failure {unit!r} is no name of a unit.\n"
+        "Nothing was written.\nWrite: --on-failure mail@%n.service\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "unit", ["mail@%n.service", "tell-it.target", "a.service b@c:d_e.timer", r"a\x2db.path"]
+)
+def test_units_that_start_when_it_fails_are_named_as_they_are(project: Project, unit: str) -> None:
+    write_job(project)
+    assert f"\nOnFailure={unit}\n" in project.run("unit", "sync", "--on-failure", unit).out
 
 
 @pytest.mark.parametrize(
