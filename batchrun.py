@@ -7732,9 +7732,9 @@ Give a plain function; one that calls asyncio.run(...) is one.""",
     "another thread": """The job used its context in a thread of its own.
 The ledger, the signals and the time limits of calls belong to the job's main thread.
 Do that in the main thread; once_each(workers=...) makes calls in threads.""",
-    "inside a call": """The call of an operation used the job's context.
-Calls may run at the same time, and the ledger is used by one thread alone.
-Do that before or after the operation.""",
+    "inside a call": """An operation's call, or a source that reads ahead, used the job's context.
+Those run beside other work, and the ledger is used by one thread alone.
+Do that before or after.""",
     "no batch": """once_each() was called while no batch was open.
 What it does belongs to a commit.
 Call it inside the loop over ctx.batches(...), before the batch is yielded.""",
@@ -8552,12 +8552,22 @@ class Loop:
         with self._in_source():
             return self._reader.read_batch(self._limit)
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the source may be read before it is told of the commit of the batch in hand."""
+        wants_to_know = hasattr(self._source, "committed")
+        return getattr(self._source, "reads_ahead", False) and not wants_to_know
+
     def read_ahead(self) -> None:
         """Read the next batch while the one in hand is committed; raises nothing yet."""
+        context = self._context
+        context._is_beside = True
         try:
             self._ahead = self._read()
         except BaseException as error:  # noqa: BLE001 - raised where the batch is asked for
             self._ahead = error
+        finally:
+            context._is_beside = False
 
     def link_of(self, portion: Portion) -> Link:
         """Return the commit of what was read; the source alone has rejected some of it yet."""
@@ -8709,7 +8719,7 @@ class Context(Generic[S]):
         self._current: Batch | None = None
         self._broken: BaseException | None = None
         self._step = ""  # the one that is being done
-        self._calling = False  # whether an operation is at work
+        self._is_beside = False  # whether an operation is at work, or a source reads ahead
         self._finished = self._handed_out = False
         self._read_s = 0.0  # spent reading since the last commit
 
@@ -8902,11 +8912,11 @@ class Context(Generic[S]):
             if self._current is not None:  # a batch that its target has would be forgotten here
                 self._current._require_open("once()")
             self._driver.pass_gate()
-            self._calling = True
+            self._is_beside = True
             try:
                 done = self._driver.operate(wanted, how)
             finally:
-                self._calling = False
+                self._is_beside = False
         if self._current is not None:
             counts, met = self._current._link.counts, set[str]()
             for each in (each for each in done if each.counts_as):
@@ -9095,7 +9105,7 @@ class Context(Generic[S]):
     @contextlib.contextmanager
     def _own_code(self) -> Iterator[None]:
         """Run our own code: nothing interrupts it, and the job cannot swallow what it raises."""
-        if get_ident() != self._thread and not self._calling:
+        if get_ident() != self._thread and not self._is_beside:
             self._broken = broken("another thread")
             raise self._broken
         with self._frame.switched(inside=False):
@@ -9108,7 +9118,7 @@ class Context(Generic[S]):
 
     def _require_unbroken(self) -> None:
         """Raise again what the job has swallowed."""
-        if self._calling:
+        if self._is_beside:
             raise broken("inside a call")
         if self._broken is not None:
             raise self._broken
@@ -9139,8 +9149,7 @@ class Context(Generic[S]):
         batch._require_settled()
         reach("batch.yielded", batch.number)
         loop = self._loops[-1]
-        may_read_ahead = getattr(loop._source, "reads_ahead", False)
-        self._driver.commit(batch._link, loop.read_ahead if may_read_ahead else None)
+        self._driver.commit(batch._link, loop.read_ahead if loop.reads_ahead else None)
         self._current = None
         loop.tell_committed()
 
@@ -9294,7 +9303,8 @@ def close_connection(connection: Any) -> None:
 # committed() raises ends the attempt like an error of read(); the batch stays committed.
 #
 # A source with `reads_ahead` true is read for the next batch while the one that was yielded is
-# committed: before the job's line behind that `yield`, and in the job's own thread. Query has it.
+# committed: before the job's line behind that `yield`, and in the job's own thread. Query has it;
+# with committed() it is of no account.
 #
 # A cursor with a digest is valid if and only if what stands directly before it has that digest. An
 # invalid one needs a person: going on in another source would skip or repeat records.
@@ -12120,7 +12130,6 @@ class Worker:
         self._marked_at, self._own_s = host.monotonic(), 0.0
         self._armed, self._dear_at = "", float("-inf")
         self._asked_at = float("-inf")
-        self._is_recording = False  # a commit, maybe in a thread beside: the ledger is in use
         self._cleanups = CleanupStack(host, self._job_config.cleanup_timeout_s)
         self._silenced: BatchrunError | None = None  # why nothing may be written any more
         self._size = self._run.size
@@ -12422,19 +12431,18 @@ class Worker:
         reach("commit.begun", number)
         spent, gauges, size = self._spent(began), self._gauges(), self._size_after(link)
         commit = Commit(checkpoint, content, digest, spent, link.following, gauges, size)
-        self._is_recording = True
+        self._asked_at = float("inf")  # meanwhile the ledger is in use, maybe by a thread beside
         if meanwhile is not None and self._size is None and self.gate.expects_more():
             self.gate.request = in_parallel(functools.partial(self._record, commit), meanwhile)
         else:
             self.gate.request = self._record(commit)
-        self._is_recording = False
         keep_log(self.log_path)
         course.move_to(checkpoint, digest)
         self._armed, self._size = link.following or "", size
         if 0 < self._job_config.recycle_above_bytes < gauges["rss_bytes"]:
             self.gate.outgrown_bytes = gauges["rss_bytes"]
-        read_ahead_s = cast("Context[Any]", self._context)._read_s
-        self._marked_at = self._host.monotonic() - read_ahead_s  # which is the next batch's
+        self._asked_at = self._marked_at = self._host.monotonic()
+        self._marked_at -= cast("Context[Any]", self._context)._read_s  # ahead: the next batch's
         self._own_s = self._marked_at - began
 
     def _record(self, commit: Commit) -> str | None:
@@ -12658,7 +12666,7 @@ class Worker:
     def stop_is_asked(self) -> bool:
         """Tell whether the attempt is to stop at its next safe point; the ledger is asked, too."""
         now = self._host.monotonic()
-        if now - self._asked_at >= ASK_EVERY_S and not self._is_recording:
+        if now - self._asked_at >= ASK_EVERY_S:
             self._asked_at, self.gate.request = now, self._ledger.run(self._run.key).request
         return self.gate.is_closed()
 

@@ -334,6 +334,8 @@ def no_option(command: str, option: str) -> str:
 
 DROP = "batchrun rejects drop [OPTIONS] RUN [ID]... --why TEXT"
 SHOW = "batchrun rejects show [OPTIONS] RUN [ID]..."
+STATUS = "batchrun status [OPTIONS] [RUN|JOB]"
+MAINTENANCE = "See: batchrun maintenance --help"
 NO_TICK = "--all goes on with all that is due, each as it was started."
 
 
@@ -357,6 +359,10 @@ NO_TICK = "--all goes on with all that is due, each as it was started."
             "rejects sort count",
             f"batchrun rejects has no command 'sort'.{SAME}See: batchrun rejects --help",
         ),
+        ("it's", f'batchrun has no command "it\'s".{SAME}See: batchrun --help'),
+        ("status a b('c')", f"batchrun status has no use for \"b('c')\".{SAME}Write: {STATUS}"),
+        ("--quiet", f"batchrun needs a command.{SAME}See: batchrun --help"),
+        ("maintenance -q", f"batchrun maintenance needs a command.{SAME}{MAINTENANCE}"),
     ],
 )
 def test_what_a_command_would_not_heed_is_refused(shop: Project, words: str, said: str) -> None:
@@ -397,6 +403,8 @@ NO_DURATION = 'a duration with its unit is wanted, such as "90s", "3m" or "1h30m
         ("run count --batches 0", NO_NUMBER),
         ("resume --batches 0", NO_NUMBER),
         ("rollback count --to-batch -1", "a whole number is wanted, 0 or more"),
+        (f"rollback count --to-batch {2**63}", "a whole number is wanted, 0 or more"),
+        (f"rollback count --to-batch {'9' * 5000}", "a whole number is wanted, 0 or more"),
         ("run count --when-blocked wait", "refuse or defer is wanted"),
         ("rejects retry count --when-blocked wait", "refuse or defer is wanted"),
         ("drain --then stop", "leave or interrupt is wanted"),
