@@ -15863,8 +15863,8 @@ def placed_cells(names: list[str], row: Sequence[str], room: int) -> Iterator[st
 
 # What is broken only where it does not fit on a line of its own: a word, what is to be typed, and
 # a number with its unit; and what comes before a line's text: its time, or its name.
-WORD = r"""\s*(?:(?<=:\ )(?:batchrun|sudo|systemctl)\ .*|(?<=\ \ )batchrun\ .*
-  |\d\S*\ (?:m?s|.B)\b\S*|\S+)"""
+WORD = r"""\s*(?:(?<=:\ )(?:batchrun|cd|chmod|chown|fuser|kill|ls|sudo|systemctl)\ .*
+  |(?<=\ \ )batchrun\ .*|\d\S*\ (?:m?s|.B)\b\S*|\S+)"""
 BEFORE_TEXT = r"\S+Z [A-Z]+ +|\s*\S.*?  +"
 
 
@@ -16503,7 +16503,7 @@ def at_least(least: int) -> Callable[[str], int]:
     """Return a reader of whole numbers that are no smaller."""
 
     def read(text: str) -> int:
-        if text.isdecimal() and int(text) >= least:
+        if re.fullmatch(r"\d{1,18}", text) and int(text) >= least:  # as the ledger can keep it
             return int(text)
         raise ValueError(f"a whole number is wanted, {least} or more")
 
@@ -17728,7 +17728,7 @@ def init_command(_: App, *, folder: Path) -> Result:
     for path, content in files.items():
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         write_atomically(path, content.encode())
-    change = "" if folder == Path() else f"cd {folder} && "
+    change = "" if folder == Path() else f"cd {_typed(folder)} && "
     text = f"made {', '.join(map(str, files))}\nto go on: {change}batchrun run inventory_sync"
     return Result(text, {"files": list(files)})
 
@@ -17986,9 +17986,9 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
     """
     import click
 
-    Group = lettered(click, click.Group)  # noqa: N806 - a class
+    group_kind = lettered(click, click.Group)
 
-    class Grouped(Group):  # type: ignore[misc,valid-type]
+    class Grouped(group_kind):  # type: ignore[misc,valid-type]
         def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
             for group, words in GROUPS.items():
                 named = [parts for parts in COMMANDS if parts.name.split()[0] in words.split()]
@@ -18008,7 +18008,7 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
         first, _, second = parts.name.partition(" ")
         if second and first not in root.commands:
             title = f"{first.capitalize()}, by a second word."
-            group = Group(first, params=global_options(click), callback=app.take, help=title)
+            group = group_kind(first, params=global_options(click), callback=app.take, help=title)
             group.add_help_option = False
             root.add_command(group)
         above: Any = root.commands[first] if second else root
@@ -18025,6 +18025,14 @@ def lettered(click: Any, kind: Any) -> Any:
                 return super().parse_args(context, arguments)
             except click.UsageError as error:
                 raise refused_by_click(click, error, context) from error
+
+        def resolve_command(self, context: Any, arguments: list[str]) -> Any:
+            if context.resilient_parsing or (name := arguments[0]) in self.commands:
+                return super().resolve_command(context, arguments)
+            path = context.command_path
+            known = FIRST_WORDS if path == "batchrun" else self.commands
+            what = f"{path} has no command {name!r}{_meant(name, known) or '.'}"
+            raise refused_word(what, f"See: {path} --help")
 
     return Lettered
 
@@ -18101,8 +18109,7 @@ def read_word(reads: Callable[[str], Any], context: Any, parameter: Any, value: 
     except ValueError as error:
         shown = name if is_option else named_word(parameter)
         what = f"{shown} {' '.join(value) if is_many else value!r}: {error}."
-        todo = f"See: {context.command_path} --help"
-        raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo) from error
+        raise refused_word(what, f"See: {context.command_path} --help") from error
 
 
 def complete(
@@ -18166,20 +18173,22 @@ def refused_by_click(click: Any, error: Any, context: Any) -> ConfigurationError
     needed = [named_word(each) for each in options.values() if each.required]
     words = context.command.collect_usage_pieces(context) + [n for n in needed if "-" in n]
     usage = f"Write: {' '.join([path, *words])}"
-    word = (re.findall(r"'(.*?)'|\((.*)\)", said) or [("", said)])[0]
     if isinstance(error, click.NoSuchOption):
-        what = f"{path} has no option {option}{_meant(option, options) or '.'}"
-    elif isinstance(error, click.BadOptionUsage):
+        return refused_word(f"{path} has no option {option}{_meant(option, options) or '.'}", todo)
+    if isinstance(error, click.BadOptionUsage):
         asked = named_word(options[option])
         what = f"{option} takes no value." if asked == option else f"{option} needs a value."
-        todo = f"Write: {asked}"
-    elif isinstance(error, click.MissingParameter):
-        what, todo = f"{path} needs {named_word(error.param)}.", usage
-    elif isinstance(context.command, click.Group):
-        known = FIRST_WORDS if path == "batchrun" else context.command.commands
-        what = f"{path} has no command {word[0]!r}{_meant(word[0], known) or '.'}"
-    else:
-        what, todo = f"{path} has no use for {word[1]!r}.", usage
+        return refused_word(what, f"Write: {asked}")
+    if isinstance(error, click.MissingParameter):
+        return refused_word(f"{path} needs {named_word(error.param)}.", usage)
+    if isinstance(context.command, click.Group):
+        return refused_word(f"{path} needs a command.", todo)
+    extra = said.partition("(")[2].rpartition(")")[0]
+    return refused_word(f"{path} has no use for {extra!r}.", usage)
+
+
+def refused_word(what: str, todo: str) -> ConfigurationError:
+    """Return the letter for a wrong word on the command line."""
     return ConfigurationError(what, unchanged="Nothing was changed.", todo=todo)
 
 

@@ -609,10 +609,10 @@ def test_modes_are_the_same_whatever_the_umask(shop: Project, umask: int) -> Non
 def test_what_init_makes_runs_whatever_the_umask_and_is_made_once(
     project: Project, umask: int
 ) -> None:
-    shop = project.folder / "new"
+    shop = project.folder / "new shop"
     made = project.run("init", str(shop), umask=umask)
     assert made.code == 0
-    assert made.out.endswith(f"to go on: cd {shop} && batchrun run inventory_sync\n")
+    assert made.out.endswith(f"to go on: cd '{shop}' && batchrun run inventory_sync\n")
     assert project.run("run", "inventory_sync", cwd=shop, umask=umask) == Ended(0, "", "")
     assert project.run("init", str(shop)) == Ended(
         2,
