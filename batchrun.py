@@ -3015,15 +3015,14 @@ def decode_cursor(text: str) -> Any:
 
 def cursor_text(text: str) -> str:
     """Return an encoded cursor or key as a person writes it: `"Rotterdam", 10` of a tuple."""
-    value = decode_cursor(text)
+    return _written(decode_cursor(text), "{}")
+
+
+def _written(value: Any, around: str = "({})") -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {_written(each)}" for name, each in value.items())
-    return ", ".join(map(_written, value)) if isinstance(value, tuple | list) else _written(value)
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, tuple | list | dict):
-        return f"({cursor_text(encode_cursor(value))})"
+        return around.format(", ".join(f"{name}: {_written(each)}" for name, each in value.items()))
+    if isinstance(value, tuple | list):
+        return around.format(", ".join(map(_written, value)))
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     return value.hex() if isinstance(value, bytes) else str(value)
@@ -11717,7 +11716,8 @@ REPLIES = {  # how an unfinished run stands -> what each of STARTS does
 
 
 NEEDS_A_PERSON = (
-    *("awaits a person: its next batch is poison", "waits for an answer"),
+    "awaits a person: its next batch is poison",
+    "waits for an answer",
     "was refused as it is installed",
 )
 
@@ -14049,12 +14049,9 @@ def batch_text(run: Run, said: str = "") -> str:
     last = run.read + limit
     if run.expected is not None and run.expected > run.read:
         last = min(last, run.expected)
-    after = (
-        "at the beginning"
-        if cursor == "null"
-        else f"after cursor {mask_secrets(cursor_text(cursor))}"
-    )
-    return f"{number} (records {run.read + 1:,} to {last:,}, loop {loop}, {after})"
+    after = f"after cursor {mask_secrets(cursor_text(cursor))}"
+    place = "at the beginning" if cursor == "null" else after
+    return f"{number} (records {run.read + 1:,} to {last:,}, loop {loop}, {place})"
 
 
 def processes_text(processes: Iterable[ProcessIdentity], host: Host, *, aged: bool = True) -> str:
@@ -17120,12 +17117,7 @@ def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
     word("run", required=False, metavar="[RUN|drain]"),
     word("number", required=False, reads=at_least(1), metavar="[ID]"),
     word("--since", metavar="30d", help="Compare the runs begun since then: of RUN's job, or all."),
-    word(
-        "--html",
-        reads=Path,
-        metavar="FILE",
-        help="Write one page for a browser; your umask says who reads.",
-    ),
+    word("--html", reads=Path, metavar="FILE", help="Write a page for a browser."),
     word("--markdown", is_flag=True, help="Write it as Markdown."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
@@ -17294,9 +17286,7 @@ def maintenance_status_command(app: App) -> Result:
 
 
 @command(
-    word(
-        "--deadline", reads=parse_duration, default="10m", metavar="10m", help="How long to wait."
-    ),
+    word("--deadline", reads=parse_duration, default="10m", metavar="10m", help="Wait so long."),
     word("--finish", is_flag=True, help="Let runs end by themselves; ask none to stop."),
     word("--then", reads=OneOf(["leave", "interrupt"]), default="leave", help="At the deadline."),
     word("--reason", default="", metavar="TEXT", help="Why, if the door is still open."),
@@ -17807,12 +17797,7 @@ def write_metrics(folder: Path, text: str) -> None:
 
 
 @command(
-    word(
-        "--write",
-        reads=Path,
-        metavar="FOLDER",
-        help="Write FOLDER/batchrun.prom, for all to read.",
-    )
+    word("--write", reads=Path, metavar="FOLDER", help="Write FOLDER/batchrun.prom, for all."),
 )
 def metrics_command(app: App, *, write: Path | None) -> Ended:
     """Show how all jobs stand as metrics for Prometheus."""
@@ -17857,12 +17842,7 @@ def backup_command(app: App, *, file: Path, force: bool) -> Result:
 
 
 @command(
-    word(
-        "--keep",
-        reads=parse_duration,
-        metavar="90d",
-        help="Instead of what the configuration says.",
-    ),
+    word("--keep", reads=parse_duration, metavar="90d", help="Not as it is configured."),
     word("--dry-run", is_flag=True, help="Only show what would go."),
 )
 def prune_command(app: App, *, keep: float | None, dry_run: bool) -> Result:
