@@ -1851,17 +1851,16 @@ def _keys_of(row: Any) -> dict[str, ConfigKey]:
     return {names[field]: ConfigKey(field, *key) for field, key in declared.items()}
 
 
-SCHEMES = ("tcp", "http", "https", "redis", "unix", "sqlite", "postgresql", "postgres")
+SCHEMES = ("tcp:", "http:", "https:", "redis:", "unix:", "sqlite:", "postgresql:", "postgres:")
 LOCAL_SCHEMES = ("unix", "sqlite")  # a path follows
 
 
-def _url(value: object) -> str | dict[str, object]:
+def _url(value: object, begins: tuple[str, ...] = SCHEMES) -> str | dict[str, object]:
     """Read the address of a dependency: text that is one, or where the text is read from."""
     if _is_reference(value):
         return cast("dict[str, object]", value)
-    if not isinstance(value, str) or (value and value.partition(":")[0] not in SCHEMES):
-        ways = ", ".join(f"{scheme}:" for scheme in SCHEMES)
-        raise ValueError(f"an address that begins with one of {ways} is wanted")
+    if not isinstance(value, str) or (value and not value.startswith(begins)):
+        raise ValueError(f"an address that begins with one of {', '.join(begins)} is wanted")
     return value and require_url(value)
 
 
@@ -1872,13 +1871,9 @@ def _is_reference(value: object) -> bool:
 
 def _secret_url(value: object) -> str | dict[str, object]:
     """Read the address of a webhook or ping; all of it is masked from now on."""
-    if _is_reference(value):
-        return cast("dict[str, object]", value)
-    for text in _texts_in(value):
+    for text in _texts_in(value) if not _is_reference(value) else ():
         remember_url(text)
-    if not isinstance(value, str) or (value and not value.startswith(("http://", "https://"))):
-        raise ValueError("an address that begins with http:// or https:// is wanted")
-    return value and require_url(value)
+    return _url(value, ("http://", "https://"))
 
 
 def _texts_in(value: object) -> list[str]:
@@ -8494,8 +8489,9 @@ class Batch:
 class Loop:
     """One pass over a source: an iterator of batches, each to be yielded before the next."""
 
-    _source: Any  # both only of a loop that was not finished already
+    _source: Any  # all three only of a loop that was not finished already
     _reader: Reader
+    reads_ahead: bool  # whether the source may be read before it is told of a commit
 
     def __init__(self, context: Context[Any], name: str, size: int, mark: Mark | None) -> None:
         self.name, self.size, self.mark = name, size, mark
@@ -8550,12 +8546,6 @@ class Loop:
             return ahead
         with self._in_source():
             return self._reader.read_batch(self._limit)
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether the source may be read before it is told of the commit of the batch in hand."""
-        wants_to_know = hasattr(self._source, "committed")
-        return getattr(self._source, "reads_ahead", False) and not wants_to_know
 
     def read_ahead(self) -> None:
         """Read the next batch while the one in hand is committed; raises nothing yet."""
@@ -9094,7 +9084,8 @@ class Context(Generic[S]):
                 f"  batchrun run {course.run.job} --fresh\n"
                 f"  batchrun resume {course.run.id} --accept-source",
             )
-        loop._source = source
+        loop._source, wants_to_know = source, hasattr(source, "committed")
+        loop.reads_ahead = getattr(source, "reads_ahead", False) and not wants_to_know
         loop._reader = Reader(source, course.cursor, ended=course.ended, name=loop.name)
         if course.loop:
             loop.tell_committed()
