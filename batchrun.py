@@ -8949,7 +8949,7 @@ class Context(Generic[S]):
 
         Raises:
             ConfigurationError: the URL, or a missing driver.
-            JobError: the database cannot be opened.
+            JobError: the database cannot be opened, or has no such name or password.
             Unreachable: it does not let us in now; a job that lets this out is tried again.
         """
         text = url.reveal() if isinstance(url, Secret) else url
@@ -9232,6 +9232,11 @@ def _open_sqlite(path: Path) -> apsw.Connection:
     return connection
 
 
+# What trying again does not mend. libpq keeps no code for it; a server that speaks another
+# language is tried again.
+NO_ENTRY = r"password authentication failed|no password supplied|no pg_hba\.conf|does not exist\Z"
+
+
 def _open_postgres(url: str) -> Any:
     try:
         import psycopg  # an extra
@@ -9244,12 +9249,14 @@ def _open_postgres(url: str) -> Any:
     try:
         return psycopg.connect(url)
     except psycopg.Error as error:
-        answered = isinstance(error, psycopg.OperationalError)
-        words = mask_secrets(str(error).strip())
-        why = words if words.endswith((".", "?")) else f"{words}."
-        raise (Unreachable if answered else JobError)(
+        why, kind = "Its address cannot be read.", JobError  # such errors quote it
+        if isinstance(error, psycopg.OperationalError):
+            why = mask_secrets(str(error).strip())
+            kind = JobError if re.search(NO_ENTRY, why) else Unreachable
+            why += "." * (not why.endswith((".", "?")))
+        raise kind(
             f"The database {mask_secrets(url)} does not let us in.",
-            why=why if answered else "Its address cannot be read.",  # other errors quote it
+            why=why,
             unchanged="Nothing was changed.",
             todo="Check that it runs, and the name and password in the configuration.",
         ) from None
