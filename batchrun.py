@@ -8280,7 +8280,7 @@ class Mark:
         except Exception as error:
             if self._has_table():  # another job has made it in the meantime
                 return
-            if is_in_the_way(error):
+            if may_pass(error):
                 raise
             raise JobError(
                 f"The target of {self._key[1]!r} lets batchrun make no table for its marks.",
@@ -8336,8 +8336,8 @@ class Mark:
         self.spent_s += self._host.monotonic() - began
 
 
-def is_in_the_way(error: Exception) -> bool:
-    """Tell whether a driver says that a lock, or a lost server, keeps it from working for now."""
+def may_pass(error: Exception) -> bool:
+    """Tell whether a driver's error may pass by itself: a lock is held, or the server is lost."""
     if (code := getattr(error, "sqlite_errorcode", None)) is not None:  # sqlite3's
         return code & 0xFF in (apsw.SQLITE_BUSY, apsw.SQLITE_LOCKED)
     kinds = {kind.__name__ for kind in type(error).__mro__}
@@ -11516,15 +11516,20 @@ def prune(
 
 
 def prune_beside(
-    state: StateDirectory, ledger: Ledger, config: Config, host: Host, who: str
+    state: StateDirectory, ledger: Ledger, config: Config, host: Host, who: str, stays: str = ""
 ) -> None:
     """Prune a few runs beside something else, which it may not fail or hold up for long.
 
     Raises:
-        OutcomeUnknown: the ledger's COMMIT failed; this process is not to go on writing.
+        OutcomeUnknown: the ledger's COMMIT failed; this process is not to go on writing. `stays`
+            is what it says of that something.
     """
-    with in_no_way():  # the next one tries again
-        prune(state, ledger, config.keep_s, host, who, most=PRUNE_AT_ONCE)
+    try:
+        with in_no_way():  # the next one tries again
+            prune(state, ledger, config.keep_s, host, who, most=PRUNE_AT_ONCE)
+    except OutcomeUnknown as error:
+        error.unchanged = stays or error.unchanged
+        raise
 
 
 def remove_files(paths: Iterable[Path]) -> None:
@@ -13329,8 +13334,9 @@ class Supervisor:
             self._alerts = Alerts(self._config, self._ledger, self._host)
             self._shown = self._ledger.newest_event()
             outcome = self._run_until_done()
-            if outcome.run and outcome.run.finished:
-                self._prune_beside(outcome.run)
+            if (run := outcome.run) and run.finished:
+                stays = f"Run {run.id} of {run.job} stays {run.state}: only old ones were to go."
+                prune_beside(self._state, self._ledger, self._config, self._host, self._who, stays)
             with in_no_way():  # what is recorded is durable already
                 self._ledger.empty_log()
             return outcome._replace(signalled=self._stops.count > 0)
@@ -13340,15 +13346,6 @@ class Supervisor:
             self._ledger.close()
             if self._lock.descriptor >= 0 and self._nothing_lives:
                 self._lock.release()
-
-    def _prune_beside(self, run: Run) -> None:
-        try:
-            prune_beside(self._state, self._ledger, self._config, self._host, self._who)
-        except OutcomeUnknown as error:
-            error.unchanged = (
-                f"Run {run.id} of {run.job} stays {run.state}: only old ones were to go."
-            )
-            raise
 
     def _require_open(self) -> Lockfile | None:
         """Refuse what the maintenance lockfile closes; not in a transaction."""
@@ -17472,10 +17469,8 @@ def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) 
         stands = standing(ledger, ledger.run(found.key), app.host)
     text = f"run {found.id} of {found.job}: {name!r} is approved by {who}"
     then = "the tick goes on with it; at once" if stands.is_due else "to type"
-    return Result(
-        f"{text}\n{then}: {stands.todo}",
-        {"run": found.id, "approval": name, "who": who, "why": reason},
-    )
+    document = {"run": found.id, "approval": name, "who": who, "why": reason}
+    return Result(f"{text}\n{then}: {stands.todo}", document)
 
 
 @command(
