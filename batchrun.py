@@ -18138,7 +18138,7 @@ def run_command_line(arguments: list[str]) -> int:
 def refused_by_click(click: Any, error: Any, context: Any) -> ConfigurationError:
     """Return what click refused as a letter."""
     said, path = error.format_message(), context.command_path
-    if "\n" in said:  # a help page
+    if said.startswith("Usage: "):  # a help page
         return ConfigurationError(said)
     todo = f"See: {path} --help"
     options = {name: each for each in context.command.params for name in each.opts}

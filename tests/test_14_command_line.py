@@ -310,6 +310,12 @@ def test_a_mistyped_command_is_answered_with_the_one_that_is_meant(shop: Project
     assert ended.err.endswith("See: batchrun --help\n")
 
 
+def test_a_word_of_two_lines_that_is_one_too_many_is_told_as_any_other(shop: Project) -> None:
+    said = "batchrun status has no use for 'b\\nc'.\nNothing was changed.\n"
+    assert shop.run("status", "a", "b\nc").err.startswith(said)
+    assert shop.run("rejects").err.startswith("Usage: batchrun rejects [OPTIONS] COMMAND")
+
+
 def test_set_refuses_what_others_could_read(shop: Project) -> None:
     assert shop.run("run", "count", "--set", "api_key=abcdef") == Ended(
         2,
