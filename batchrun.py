@@ -1851,17 +1851,16 @@ def _keys_of(row: Any) -> dict[str, ConfigKey]:
     return {names[field]: ConfigKey(field, *key) for field, key in declared.items()}
 
 
-SCHEMES = ("tcp", "http", "https", "redis", "unix", "sqlite", "postgresql", "postgres")
+SCHEMES = ("tcp:", "http:", "https:", "redis:", "unix:", "sqlite:", "postgresql:", "postgres:")
 LOCAL_SCHEMES = ("unix", "sqlite")  # a path follows
 
 
-def _url(value: object) -> str | dict[str, object]:
+def _url(value: object, begins: tuple[str, ...] = SCHEMES) -> str | dict[str, object]:
     """Read the address of a dependency: text that is one, or where the text is read from."""
     if _is_reference(value):
         return cast("dict[str, object]", value)
-    if not isinstance(value, str) or (value and value.partition(":")[0] not in SCHEMES):
-        ways = ", ".join(f"{scheme}:" for scheme in SCHEMES)
-        raise ValueError(f"an address that begins with one of {ways} is wanted")
+    if not isinstance(value, str) or (value and not value.startswith(begins)):
+        raise ValueError(f"an address that begins with one of {', '.join(begins)} is wanted")
     return value and require_url(value)
 
 
@@ -1872,13 +1871,9 @@ def _is_reference(value: object) -> bool:
 
 def _secret_url(value: object) -> str | dict[str, object]:
     """Read the address of a webhook or ping; all of it is masked from now on."""
-    if _is_reference(value):
-        return cast("dict[str, object]", value)
-    for text in _texts_in(value):
+    for text in _texts_in(value) if not _is_reference(value) else ():
         remember_url(text)
-    if not isinstance(value, str) or (value and not value.startswith(("http://", "https://"))):
-        raise ValueError("an address that begins with http:// or https:// is wanted")
-    return value and require_url(value)
+    return _url(value, ("http://", "https://"))
 
 
 def _texts_in(value: object) -> list[str]:
@@ -3015,15 +3010,14 @@ def decode_cursor(text: str) -> Any:
 
 def cursor_text(text: str) -> str:
     """Return an encoded cursor or key as a person writes it: `"Rotterdam", 10` of a tuple."""
-    value = decode_cursor(text)
+    return _written(decode_cursor(text), "{}")
+
+
+def _written(value: Any, around: str = "({})") -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {_written(each)}" for name, each in value.items())
-    return ", ".join(map(_written, value)) if isinstance(value, tuple | list) else _written(value)
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, tuple | list | dict):
-        return f"({cursor_text(encode_cursor(value))})"
+        return around.format(", ".join(f"{name}: {_written(each)}" for name, each in value.items()))
+    if isinstance(value, tuple | list):
+        return around.format(", ".join(map(_written, value)))
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     return value.hex() if isinstance(value, bytes) else str(value)
@@ -7732,9 +7726,9 @@ Give a plain function; one that calls asyncio.run(...) is one.""",
     "another thread": """The job used its context in a thread of its own.
 The ledger, the signals and the time limits of calls belong to the job's main thread.
 Do that in the main thread; once_each(workers=...) makes calls in threads.""",
-    "inside a call": """The call of an operation used the job's context.
-Calls may run at the same time, and the ledger is used by one thread alone.
-Do that before or after the operation.""",
+    "inside a call": """An operation's call, or a source that reads ahead, used the job's context.
+Those run beside other work, and the ledger is used by one thread alone.
+Do that before or after.""",
     "no batch": """once_each() was called while no batch was open.
 What it does belongs to a commit.
 Call it inside the loop over ctx.batches(...), before the batch is yielded.""",
@@ -8286,7 +8280,7 @@ class Mark:
         except Exception as error:
             if self._has_table():  # another job has made it in the meantime
                 return
-            if is_in_the_way(error):
+            if may_pass(error):
                 raise
             raise JobError(
                 f"The target of {self._key[1]!r} lets batchrun make no table for its marks.",
@@ -8342,8 +8336,8 @@ class Mark:
         self.spent_s += self._host.monotonic() - began
 
 
-def is_in_the_way(error: Exception) -> bool:
-    """Tell whether a driver says that a lock, or a lost server, keeps it from working for now."""
+def may_pass(error: Exception) -> bool:
+    """Tell whether a driver's error may pass by itself: a lock is held, or the server is lost."""
     if (code := getattr(error, "sqlite_errorcode", None)) is not None:  # sqlite3's
         return code & 0xFF in (apsw.SQLITE_BUSY, apsw.SQLITE_LOCKED)
     kinds = {kind.__name__ for kind in type(error).__mro__}
@@ -8495,8 +8489,9 @@ class Batch:
 class Loop:
     """One pass over a source: an iterator of batches, each to be yielded before the next."""
 
-    _source: Any  # both only of a loop that was not finished already
+    _source: Any  # all three only of a loop that was not finished already
     _reader: Reader
+    reads_ahead: bool  # whether the source may be read before it is told of a commit
 
     def __init__(self, context: Context[Any], name: str, size: int, mark: Mark | None) -> None:
         self.name, self.size, self.mark = name, size, mark
@@ -8554,10 +8549,14 @@ class Loop:
 
     def read_ahead(self) -> None:
         """Read the next batch while the one in hand is committed; raises nothing yet."""
+        context = self._context
+        context._is_beside = True
         try:
             self._ahead = self._read()
         except BaseException as error:  # noqa: BLE001 - raised where the batch is asked for
             self._ahead = error
+        finally:
+            context._is_beside = False
 
     def link_of(self, portion: Portion) -> Link:
         """Return the commit of what was read; the source alone has rejected some of it yet."""
@@ -8709,7 +8708,7 @@ class Context(Generic[S]):
         self._current: Batch | None = None
         self._broken: BaseException | None = None
         self._step = ""  # the one that is being done
-        self._calling = False  # whether an operation is at work
+        self._is_beside = False  # whether an operation is at work, or a source reads ahead
         self._finished = self._handed_out = False
         self._read_s = 0.0  # spent reading since the last commit
 
@@ -8902,11 +8901,11 @@ class Context(Generic[S]):
             if self._current is not None:  # a batch that its target has would be forgotten here
                 self._current._require_open("once()")
             self._driver.pass_gate()
-            self._calling = True
+            self._is_beside = True
             try:
                 done = self._driver.operate(wanted, how)
             finally:
-                self._calling = False
+                self._is_beside = False
         if self._current is not None:
             counts, met = self._current._link.counts, set[str]()
             for each in (each for each in done if each.counts_as):
@@ -8950,7 +8949,7 @@ class Context(Generic[S]):
 
         Raises:
             ConfigurationError: the URL, or a missing driver.
-            JobError: the database cannot be opened.
+            JobError: the database cannot be opened, or has no such name or password.
             Unreachable: it does not let us in now; a job that lets this out is tried again.
         """
         text = url.reveal() if isinstance(url, Secret) else url
@@ -9085,7 +9084,8 @@ class Context(Generic[S]):
                 f"  batchrun run {course.run.job} --fresh\n"
                 f"  batchrun resume {course.run.id} --accept-source",
             )
-        loop._source = source
+        loop._source, wants_to_know = source, hasattr(source, "committed")
+        loop.reads_ahead = getattr(source, "reads_ahead", False) and not wants_to_know
         loop._reader = Reader(source, course.cursor, ended=course.ended, name=loop.name)
         if course.loop:
             loop.tell_committed()
@@ -9095,7 +9095,7 @@ class Context(Generic[S]):
     @contextlib.contextmanager
     def _own_code(self) -> Iterator[None]:
         """Run our own code: nothing interrupts it, and the job cannot swallow what it raises."""
-        if get_ident() != self._thread and not self._calling:
+        if get_ident() != self._thread and not self._is_beside:
             self._broken = broken("another thread")
             raise self._broken
         with self._frame.switched(inside=False):
@@ -9108,7 +9108,7 @@ class Context(Generic[S]):
 
     def _require_unbroken(self) -> None:
         """Raise again what the job has swallowed."""
-        if self._calling:
+        if self._is_beside:
             raise broken("inside a call")
         if self._broken is not None:
             raise self._broken
@@ -9139,8 +9139,7 @@ class Context(Generic[S]):
         batch._require_settled()
         reach("batch.yielded", batch.number)
         loop = self._loops[-1]
-        may_read_ahead = getattr(loop._source, "reads_ahead", False)
-        self._driver.commit(batch._link, loop.read_ahead if may_read_ahead else None)
+        self._driver.commit(batch._link, loop.read_ahead if loop.reads_ahead else None)
         self._current = None
         loop.tell_committed()
 
@@ -9233,6 +9232,11 @@ def _open_sqlite(path: Path) -> apsw.Connection:
     return connection
 
 
+# What trying again does not mend. libpq keeps no code for it; a server that speaks another
+# language is tried again.
+NO_ENTRY = r"password authentication failed|no password supplied|no pg_hba\.conf|does not exist\Z"
+
+
 def _open_postgres(url: str) -> Any:
     try:
         import psycopg  # an extra
@@ -9245,12 +9249,14 @@ def _open_postgres(url: str) -> Any:
     try:
         return psycopg.connect(url)
     except psycopg.Error as error:
-        answered = isinstance(error, psycopg.OperationalError)
-        words = mask_secrets(str(error).strip())
-        why = words if words.endswith((".", "?")) else f"{words}."
-        raise (Unreachable if answered else JobError)(
+        why, kind = "Its address cannot be read.", JobError  # such errors quote it
+        if isinstance(error, psycopg.OperationalError):
+            why = mask_secrets(str(error).strip())
+            kind = JobError if re.search(NO_ENTRY, why) else Unreachable
+            why += "." * (not why.endswith((".", "?")))
+        raise kind(
             f"The database {mask_secrets(url)} does not let us in.",
-            why=why if answered else "Its address cannot be read.",  # other errors quote it
+            why=why,
             unchanged="Nothing was changed.",
             todo="Check that it runs, and the name and password in the configuration.",
         ) from None
@@ -9294,7 +9300,8 @@ def close_connection(connection: Any) -> None:
 # committed() raises ends the attempt like an error of read(); the batch stays committed.
 #
 # A source with `reads_ahead` true is read for the next batch while the one that was yielded is
-# committed: before the job's line behind that `yield`, and in the job's own thread. Query has it.
+# committed: before the job's line behind that `yield`, and in the job's own thread. Query has it;
+# with committed() it is of no account.
 #
 # A cursor with a digest is valid if and only if what stands directly before it has that digest. An
 # invalid one needs a person: going on in another source would skip or repeat records.
@@ -11509,15 +11516,20 @@ def prune(
 
 
 def prune_beside(
-    state: StateDirectory, ledger: Ledger, config: Config, host: Host, who: str
+    state: StateDirectory, ledger: Ledger, config: Config, host: Host, who: str, stays: str = ""
 ) -> None:
     """Prune a few runs beside something else, which it may not fail or hold up for long.
 
     Raises:
-        OutcomeUnknown: the ledger's COMMIT failed; this process is not to go on writing.
+        OutcomeUnknown: the ledger's COMMIT failed; this process is not to go on writing. `stays`
+            is what it says of that something.
     """
-    with in_no_way():  # the next one tries again
-        prune(state, ledger, config.keep_s, host, who, most=PRUNE_AT_ONCE)
+    try:
+        with in_no_way():  # the next one tries again
+            prune(state, ledger, config.keep_s, host, who, most=PRUNE_AT_ONCE)
+    except OutcomeUnknown as error:
+        error.unchanged = stays or error.unchanged
+        raise
 
 
 def remove_files(paths: Iterable[Path]) -> None:
@@ -11707,7 +11719,8 @@ REPLIES = {  # how an unfinished run stands -> what each of STARTS does
 
 
 NEEDS_A_PERSON = (
-    *("awaits a person: its next batch is poison", "waits for an answer"),
+    "awaits a person: its next batch is poison",
+    "waits for an answer",
     "was refused as it is installed",
 )
 
@@ -12120,7 +12133,6 @@ class Worker:
         self._marked_at, self._own_s = host.monotonic(), 0.0
         self._armed, self._dear_at = "", float("-inf")
         self._asked_at = float("-inf")
-        self._is_recording = False  # a commit, maybe in a thread beside: the ledger is in use
         self._cleanups = CleanupStack(host, self._job_config.cleanup_timeout_s)
         self._silenced: BatchrunError | None = None  # why nothing may be written any more
         self._size = self._run.size
@@ -12422,19 +12434,18 @@ class Worker:
         reach("commit.begun", number)
         spent, gauges, size = self._spent(began), self._gauges(), self._size_after(link)
         commit = Commit(checkpoint, content, digest, spent, link.following, gauges, size)
-        self._is_recording = True
+        self._asked_at = float("inf")  # meanwhile the ledger is in use, maybe by a thread beside
         if meanwhile is not None and self._size is None and self.gate.expects_more():
             self.gate.request = in_parallel(functools.partial(self._record, commit), meanwhile)
         else:
             self.gate.request = self._record(commit)
-        self._is_recording = False
         keep_log(self.log_path)
         course.move_to(checkpoint, digest)
         self._armed, self._size = link.following or "", size
         if 0 < self._job_config.recycle_above_bytes < gauges["rss_bytes"]:
             self.gate.outgrown_bytes = gauges["rss_bytes"]
-        read_ahead_s = cast("Context[Any]", self._context)._read_s
-        self._marked_at = self._host.monotonic() - read_ahead_s  # which is the next batch's
+        self._asked_at = self._marked_at = self._host.monotonic()
+        self._marked_at -= cast("Context[Any]", self._context)._read_s  # ahead: the next batch's
         self._own_s = self._marked_at - began
 
     def _record(self, commit: Commit) -> str | None:
@@ -12658,7 +12669,7 @@ class Worker:
     def stop_is_asked(self) -> bool:
         """Tell whether the attempt is to stop at its next safe point; the ledger is asked, too."""
         now = self._host.monotonic()
-        if now - self._asked_at >= ASK_EVERY_S and not self._is_recording:
+        if now - self._asked_at >= ASK_EVERY_S:
             self._asked_at, self.gate.request = now, self._ledger.run(self._run.key).request
         return self.gate.is_closed()
 
@@ -13323,8 +13334,9 @@ class Supervisor:
             self._alerts = Alerts(self._config, self._ledger, self._host)
             self._shown = self._ledger.newest_event()
             outcome = self._run_until_done()
-            if outcome.run and outcome.run.finished:
-                self._prune_beside(outcome.run)
+            if (run := outcome.run) and run.finished:
+                stays = f"Run {run.id} of {run.job} stays {run.state}: only old ones were to go."
+                prune_beside(self._state, self._ledger, self._config, self._host, self._who, stays)
             with in_no_way():  # what is recorded is durable already
                 self._ledger.empty_log()
             return outcome._replace(signalled=self._stops.count > 0)
@@ -13334,15 +13346,6 @@ class Supervisor:
             self._ledger.close()
             if self._lock.descriptor >= 0 and self._nothing_lives:
                 self._lock.release()
-
-    def _prune_beside(self, run: Run) -> None:
-        try:
-            prune_beside(self._state, self._ledger, self._config, self._host, self._who)
-        except OutcomeUnknown as error:
-            error.unchanged = (
-                f"Run {run.id} of {run.job} stays {run.state}: only old ones were to go."
-            )
-            raise
 
     def _require_open(self) -> Lockfile | None:
         """Refuse what the maintenance lockfile closes; not in a transaction."""
@@ -14041,12 +14044,9 @@ def batch_text(run: Run, said: str = "") -> str:
     last = run.read + limit
     if run.expected is not None and run.expected > run.read:
         last = min(last, run.expected)
-    after = (
-        "at the beginning"
-        if cursor == "null"
-        else f"after cursor {mask_secrets(cursor_text(cursor))}"
-    )
-    return f"{number} (records {run.read + 1:,} to {last:,}, loop {loop}, {after})"
+    after = f"after cursor {mask_secrets(cursor_text(cursor))}"
+    place = "at the beginning" if cursor == "null" else after
+    return f"{number} (records {run.read + 1:,} to {last:,}, loop {loop}, {place})"
 
 
 def processes_text(processes: Iterable[ProcessIdentity], host: Host, *, aged: bool = True) -> str:
@@ -15855,8 +15855,8 @@ def placed_cells(names: list[str], row: Sequence[str], room: int) -> Iterator[st
 
 # What is broken only where it does not fit on a line of its own: a word, what is to be typed, and
 # a number with its unit; and what comes before a line's text: its time, or its name.
-WORD = r"""\s*(?:(?<=:\ )(?:batchrun|sudo|systemctl)\ .*|(?<=\ \ )batchrun\ .*
-  |\d\S*\ (?:m?s|.B)\b\S*|\S+)"""
+WORD = r"""\s*(?:(?<=:\ )(?:batchrun|cd|chmod|chown|fuser|kill|ls|sudo|systemctl)\ .*
+  |(?<=\ \ )batchrun\ .*|\d\S*\ (?:m?s|.B)\b\S*|\S+)"""
 BEFORE_TEXT = r"\S+Z [A-Z]+ +|\s*\S.*?  +"
 
 
@@ -16495,7 +16495,7 @@ def at_least(least: int) -> Callable[[str], int]:
     """Return a reader of whole numbers that are no smaller."""
 
     def read(text: str) -> int:
-        if text.isdecimal() and int(text) >= least:
+        if re.fullmatch(r"\d{1,18}", text) and int(text) >= least:  # as the ledger can keep it
             return int(text)
         raise ValueError(f"a whole number is wanted, {least} or more")
 
@@ -17112,12 +17112,7 @@ def live_of(_: App, ledger: Ledger, run: Run) -> dict[str, Any]:
     word("run", required=False, metavar="[RUN|drain]"),
     word("number", required=False, reads=at_least(1), metavar="[ID]"),
     word("--since", metavar="30d", help="Compare the runs begun since then: of RUN's job, or all."),
-    word(
-        "--html",
-        reads=Path,
-        metavar="FILE",
-        help="Write one page for a browser; your umask says who reads.",
-    ),
+    word("--html", reads=Path, metavar="FILE", help="Write a page for a browser."),
     word("--markdown", is_flag=True, help="Write it as Markdown."),
     exits=[ExitCode.FINDINGS, ExitCode.NOT_FOUND],
 )
@@ -17286,9 +17281,7 @@ def maintenance_status_command(app: App) -> Result:
 
 
 @command(
-    word(
-        "--deadline", reads=parse_duration, default="10m", metavar="10m", help="How long to wait."
-    ),
+    word("--deadline", reads=parse_duration, default="10m", metavar="10m", help="Wait so long."),
     word("--finish", is_flag=True, help="Let runs end by themselves; ask none to stop."),
     word("--then", reads=OneOf(["leave", "interrupt"]), default="leave", help="At the deadline."),
     word("--reason", default="", metavar="TEXT", help="Why, if the door is still open."),
@@ -17476,10 +17469,8 @@ def approve_command(app: App, *, run: str, name: str, why: str, by: str | None) 
         stands = standing(ledger, ledger.run(found.key), app.host)
     text = f"run {found.id} of {found.job}: {name!r} is approved by {who}"
     then = "the tick goes on with it; at once" if stands.is_due else "to type"
-    return Result(
-        f"{text}\n{then}: {stands.todo}",
-        {"run": found.id, "approval": name, "who": who, "why": reason},
-    )
+    document = {"run": found.id, "approval": name, "who": who, "why": reason}
+    return Result(f"{text}\n{then}: {stands.todo}", document)
 
 
 @command(
@@ -17720,7 +17711,7 @@ def init_command(_: App, *, folder: Path) -> Result:
     for path, content in files.items():
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         write_atomically(path, content.encode())
-    change = "" if folder == Path() else f"cd {folder} && "
+    change = "" if folder == Path() else f"cd {_typed(folder)} && "
     text = f"made {', '.join(map(str, files))}\nto go on: {change}batchrun run inventory_sync"
     return Result(text, {"files": list(files)})
 
@@ -17799,12 +17790,7 @@ def write_metrics(folder: Path, text: str) -> None:
 
 
 @command(
-    word(
-        "--write",
-        reads=Path,
-        metavar="FOLDER",
-        help="Write FOLDER/batchrun.prom, for all to read.",
-    )
+    word("--write", reads=Path, metavar="FOLDER", help="Write FOLDER/batchrun.prom, for all."),
 )
 def metrics_command(app: App, *, write: Path | None) -> Ended:
     """Show how all jobs stand as metrics for Prometheus."""
@@ -17849,12 +17835,7 @@ def backup_command(app: App, *, file: Path, force: bool) -> Result:
 
 
 @command(
-    word(
-        "--keep",
-        reads=parse_duration,
-        metavar="90d",
-        help="Instead of what the configuration says.",
-    ),
+    word("--keep", reads=parse_duration, metavar="90d", help="Not as it is configured."),
     word("--dry-run", is_flag=True, help="Only show what would go."),
 )
 def prune_command(app: App, *, keep: float | None, dry_run: bool) -> Result:
@@ -17978,9 +17959,9 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
     """
     import click
 
-    Group = lettered(click, click.Group)  # noqa: N806 - a class
+    group_kind = lettered(click, click.Group)
 
-    class Grouped(Group):  # type: ignore[misc,valid-type]
+    class Grouped(group_kind):  # type: ignore[misc,valid-type]
         def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
             for group, words in GROUPS.items():
                 named = [parts for parts in COMMANDS if parts.name.split()[0] in words.split()]
@@ -18000,7 +17981,7 @@ def build_command_line(app: App | None = None, arguments: Sequence[str] = ("--he
         first, _, second = parts.name.partition(" ")
         if second and first not in root.commands:
             title = f"{first.capitalize()}, by a second word."
-            group = Group(first, params=global_options(click), callback=app.take, help=title)
+            group = group_kind(first, params=global_options(click), callback=app.take, help=title)
             group.add_help_option = False
             root.add_command(group)
         above: Any = root.commands[first] if second else root
@@ -18017,6 +17998,14 @@ def lettered(click: Any, kind: Any) -> Any:
                 return super().parse_args(context, arguments)
             except click.UsageError as error:
                 raise refused_by_click(click, error, context) from error
+
+        def resolve_command(self, context: Any, arguments: list[str]) -> Any:
+            if context.resilient_parsing or (name := arguments[0]) in self.commands:
+                return super().resolve_command(context, arguments)
+            path = context.command_path
+            known = FIRST_WORDS if path == "batchrun" else self.commands
+            what = f"{path} has no command {name!r}{_meant(name, known) or '.'}"
+            raise refused_word(what, f"See: {path} --help")
 
     return Lettered
 
@@ -18093,8 +18082,7 @@ def read_word(reads: Callable[[str], Any], context: Any, parameter: Any, value: 
     except ValueError as error:
         shown = name if is_option else named_word(parameter)
         what = f"{shown} {' '.join(value) if is_many else value!r}: {error}."
-        todo = f"See: {context.command_path} --help"
-        raise ConfigurationError(what, unchanged="Nothing was changed.", todo=todo) from error
+        raise refused_word(what, f"See: {context.command_path} --help") from error
 
 
 def complete(
@@ -18150,7 +18138,7 @@ def run_command_line(arguments: list[str]) -> int:
 def refused_by_click(click: Any, error: Any, context: Any) -> ConfigurationError:
     """Return what click refused as a letter."""
     said, path = error.format_message(), context.command_path
-    if "\n" in said:  # a help page
+    if said.startswith("Usage: "):  # a help page
         return ConfigurationError(said)
     todo = f"See: {path} --help"
     options = {name: each for each in context.command.params for name in each.opts}
@@ -18158,20 +18146,22 @@ def refused_by_click(click: Any, error: Any, context: Any) -> ConfigurationError
     needed = [named_word(each) for each in options.values() if each.required]
     words = context.command.collect_usage_pieces(context) + [n for n in needed if "-" in n]
     usage = f"Write: {' '.join([path, *words])}"
-    word = (re.findall(r"'(.*?)'|\((.*)\)", said) or [("", said)])[0]
     if isinstance(error, click.NoSuchOption):
-        what = f"{path} has no option {option}{_meant(option, options) or '.'}"
-    elif isinstance(error, click.BadOptionUsage):
+        return refused_word(f"{path} has no option {option}{_meant(option, options) or '.'}", todo)
+    if isinstance(error, click.BadOptionUsage):
         asked = named_word(options[option])
         what = f"{option} takes no value." if asked == option else f"{option} needs a value."
-        todo = f"Write: {asked}"
-    elif isinstance(error, click.MissingParameter):
-        what, todo = f"{path} needs {named_word(error.param)}.", usage
-    elif isinstance(context.command, click.Group):
-        known = FIRST_WORDS if path == "batchrun" else context.command.commands
-        what = f"{path} has no command {word[0]!r}{_meant(word[0], known) or '.'}"
-    else:
-        what, todo = f"{path} has no use for {word[1]!r}.", usage
+        return refused_word(what, f"Write: {asked}")
+    if isinstance(error, click.MissingParameter):
+        return refused_word(f"{path} needs {named_word(error.param)}.", usage)
+    if isinstance(context.command, click.Group):
+        return refused_word(f"{path} needs a command.", todo)
+    extra = said.partition("(")[2].rpartition(")")[0]
+    return refused_word(f"{path} has no use for {extra!r}.", usage)
+
+
+def refused_word(what: str, todo: str) -> ConfigurationError:
+    """Return the letter for a wrong word on the command line."""
     return ConfigurationError(what, unchanged="Nothing was changed.", todo=todo)
 
 

@@ -751,7 +751,7 @@ def test_an_address_is_read_each_time_and_unknown_if_it_cannot_be(
     assert said(elsewhere._replace(suffix="/start")) == "unknown: its address is empty"
     monkeypatch.setenv("BATCHRUN_TEST_URL", f"tcp://127.0.0.1:{closed_port()}")
     assert said(elsewhere._replace(factor="alerts")) == (
-        "unknown: an address that begins with http:// or https:// is wanted"
+        "unknown: an address that begins with one of http://, https:// is wanted"
     )
 
 

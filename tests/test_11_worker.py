@@ -458,6 +458,31 @@ def test_where_no_thread_can_be_had_commit_and_reading_come_one_after_the_other(
     assert done(project).count("read 10") == 1
 
 
+def test_a_source_that_wants_to_know_of_each_commit_is_read_when_it_was_told(
+    project: Project,
+) -> None:
+    queue = """
+class Queue(Query):
+    def committed(self, cursor):
+        done(f"told {cursor}")
+"""
+    write_query(project)
+    text = (project.folder / "jobs/sync.py").read_text().replace("(Query(", "(Queue(")
+    (project.folder / "jobs/sync.py").write_text(text.replace("\n@job", f"{queue}\n@job"))
+    assert project.run("run", "sync").code == 0
+    known = [line for line in done(project) if line in ("told 5", "yielded 1", "read 6")]
+    assert known == ["told 5", "yielded 1", "read 6"]
+
+
+@pytest.mark.parametrize("use", ["CONTEXT[1].count(odd=1)", "CONTEXT[0].cleanup(print)"])
+def test_what_reads_ahead_may_not_use_the_context(project: Project, use: str) -> None:
+    write_query(project, f"if record == 7: {use}", "CONTEXT.append(batch)")
+    ended = project.run("run", "sync")
+    assert ended.code == 1
+    assert "a source that reads ahead, used the job's context." in ended.err
+    assert records(project) == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("last", ["--batches", "SIGTERM"])
 def test_nothing_is_read_ahead_of_a_stop(project: Project, last: str) -> None:
     write_query(project, before_4="hold('go')")

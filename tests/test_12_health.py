@@ -717,6 +717,18 @@ def test_a_database_that_does_not_let_in_is_tried_again_and_costs_no_try(
     assert (project.run("run", "sync").code, run_row(project)) == (1, ("failed", "", 0))
 
 
+def test_a_database_that_a_server_does_not_have_is_told_at_once_and_not_waited_for(
+    project: Project, cluster: Cluster
+) -> None:
+    url = f"{cluster.url.rpartition('/')[0]}/nosuch"
+    config = 'min_free = "1MB"\n[defaults]\nretry_first_wait = "1ms"\n[jobs.sync]\n'
+    project.write(f"{config}retry_for = '1s'\n", sync=CONNECTS.format(retry_if="True", url=url))
+    ended = project.run("run", "sync")
+    assert (ended.code, run_row(project)) == (1, ("failed", "", 0)), ended.err
+    assert 'FATAL:  database "nosuch" does not exist.\n' in ended.err
+    assert len(attempts(project)) == 1
+
+
 def test_k43_a_database_that_is_down_at_the_start_is_waited_for(
     project: Project, cluster: Cluster
 ) -> None:

@@ -594,6 +594,8 @@ def test_what_is_to_be_typed_is_not_broken() -> None:
     typed = 'to type: batchrun approve 4be1c9a02d publish --why "the shop has asked for it"'
     told = f"It asks for an approval, which only a person can give; {typed}"
     assert batchrun.fold(typed, 40) == typed
+    for line in ("to go on: cd shop && batchrun run sync", "to type: kill -CONT 12345"):
+        assert batchrun.fold(line, 12) == line
     assert batchrun.fold(told, 80).split("\n") == [
         "It asks for an approval, which only a person can give; to type:",
         typed.removeprefix("to type: "),

@@ -310,6 +310,12 @@ def test_a_mistyped_command_is_answered_with_the_one_that_is_meant(shop: Project
     assert ended.err.endswith("See: batchrun --help\n")
 
 
+def test_a_word_of_two_lines_that_is_one_too_many_is_told_as_any_other(shop: Project) -> None:
+    said = "batchrun status has no use for 'b\\nc'.\nNothing was changed.\n"
+    assert shop.run("status", "a", "b\nc").err.startswith(said)
+    assert shop.run("rejects").err.startswith("Usage: batchrun rejects [OPTIONS] COMMAND")
+
+
 def test_set_refuses_what_others_could_read(shop: Project) -> None:
     assert shop.run("run", "count", "--set", "api_key=abcdef") == Ended(
         2,
@@ -334,6 +340,8 @@ def no_option(command: str, option: str) -> str:
 
 DROP = "batchrun rejects drop [OPTIONS] RUN [ID]... --why TEXT"
 SHOW = "batchrun rejects show [OPTIONS] RUN [ID]..."
+STATUS = "batchrun status [OPTIONS] [RUN|JOB]"
+MAINTENANCE = "See: batchrun maintenance --help"
 NO_TICK = "--all goes on with all that is due, each as it was started."
 
 
@@ -357,6 +365,10 @@ NO_TICK = "--all goes on with all that is due, each as it was started."
             "rejects sort count",
             f"batchrun rejects has no command 'sort'.{SAME}See: batchrun rejects --help",
         ),
+        ("it's", f'batchrun has no command "it\'s".{SAME}See: batchrun --help'),
+        ("status a b('c')", f"batchrun status has no use for \"b('c')\".{SAME}Write: {STATUS}"),
+        ("--quiet", f"batchrun needs a command.{SAME}See: batchrun --help"),
+        ("maintenance -q", f"batchrun maintenance needs a command.{SAME}{MAINTENANCE}"),
     ],
 )
 def test_what_a_command_would_not_heed_is_refused(shop: Project, words: str, said: str) -> None:
@@ -397,6 +409,8 @@ NO_DURATION = 'a duration with its unit is wanted, such as "90s", "3m" or "1h30m
         ("run count --batches 0", NO_NUMBER),
         ("resume --batches 0", NO_NUMBER),
         ("rollback count --to-batch -1", "a whole number is wanted, 0 or more"),
+        (f"rollback count --to-batch {2**63}", "a whole number is wanted, 0 or more"),
+        (f"rollback count --to-batch {'9' * 5000}", "a whole number is wanted, 0 or more"),
         ("run count --when-blocked wait", "refuse or defer is wanted"),
         ("rejects retry count --when-blocked wait", "refuse or defer is wanted"),
         ("drain --then stop", "leave or interrupt is wanted"),
@@ -601,10 +615,10 @@ def test_modes_are_the_same_whatever_the_umask(shop: Project, umask: int) -> Non
 def test_what_init_makes_runs_whatever_the_umask_and_is_made_once(
     project: Project, umask: int
 ) -> None:
-    shop = project.folder / "new"
+    shop = project.folder / "new shop"
     made = project.run("init", str(shop), umask=umask)
     assert made.code == 0
-    assert made.out.endswith(f"to go on: cd {shop} && batchrun run inventory_sync\n")
+    assert made.out.endswith(f"to go on: cd '{shop}' && batchrun run inventory_sync\n")
     assert project.run("run", "inventory_sync", cwd=shop, umask=umask) == Ended(0, "", "")
     assert project.run("init", str(shop)) == Ended(
         2,

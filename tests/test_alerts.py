@@ -875,7 +875,7 @@ ALERT_NAMES = '"failed", "awaiting", "paused", "stalled", "overdue", "late" or "
     [
         (
             'webhook = "hooks.example/S3cr3t"',
-            'webhook = "***": an address that begins with http:// or https:// is wanted',
+            'webhook = "***": an address that begins with one of http://, https:// is wanted',
         ),
         ('header = "S3cr3t"', 'header = "***": a header is wanted, "Name: value"'),
         (

@@ -20,21 +20,21 @@ ROOT = Path(__file__).resolve().parent.parent
 LINES = {  # section, in order -> the most lines it may have; only a new capability raises one
     "Vocabulary": 615,
     "Host": 855,
-    "Configuration": 1_255,
+    "Configuration": 1_250,
     "Checkpoints": 535,
     "Ledger": 2_685,
     "Locks and maintenance": 435,
     "Health": 840,
-    "Jobs": 2_850,
+    "Jobs": 2_860,
     "Operations": 630,
-    "Recovery": 1_120,
-    "Worker": 955,
-    "Supervisor": 1_970,
+    "Recovery": 1_125,
+    "Worker": 950,
+    "Supervisor": 1_960,
     "Reports": 1_550,
-    "Command line": 1_810,
+    "Command line": 1_800,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 18_232  # must stay under
+LINES_IN_ALL = 18_222  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
