@@ -2947,7 +2947,7 @@ class NewerFormat(StateDirectoryError):
             f"{subject} {has}; this batchrun knows {known}.",
             why="A newer batchrun wrote it.",
             unchanged="It was not touched.",
-            todo="Install that version again: python -m pip install -U batchrun",
+            todo="Install that version again.",
         )
 
 
@@ -9244,7 +9244,7 @@ def _open_postgres(url: str) -> Any:
         raise ConfigurationError(
             "PostgreSQL needs the driver psycopg, which is not installed.",
             unchanged="Nothing was opened.",
-            todo="Type: python -m pip install 'batchrun[postgres]'",
+            todo="Type: python -m pip install 'psycopg[binary]'",
         ) from error
     try:
         return psycopg.connect(url)
@@ -9393,8 +9393,8 @@ class Query:
     that a read began in it is ended. Rows come as the driver gives them. `key` names columns of
     the SELECT, unique together; an index on them makes each read cheap.
 
-    The next rows are read while the batch before them is committed: what the job changes in the
-    query's tables behind its `yield` is seen one batch later.
+    The next rows are read while the batch before them is committed, so before the job's line behind
+    that `yield`.
 
     The first read of an attempt refuses what keyset reading would lose rows over: NULL in the key,
     equal keys behind the cursor, a cursor of another type than the key. Each full read asks whether

@@ -196,7 +196,7 @@ def client() -> Any:
         raise ConfigurationError(
             "A RabbitMQ queue cannot be read: the package pika is not installed.",
             unchanged="Nothing was begun.",
-            todo="Type: pip install 'batchrun[rabbitmq]'",
+            todo="Type: python -m pip install pika",
         ) from error
     logging.getLogger("pika").setLevel(logging.CRITICAL)  # it raises what it logs
     return pika

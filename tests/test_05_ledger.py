@@ -1239,7 +1239,7 @@ def test_a_newer_ledger_is_refused_untouched(at_rest: Path) -> None:
         f"The ledger {at_rest} has version {NEXT}; this batchrun knows {NOW}.\n"
         "A newer batchrun wrote it.\n"
         "It was not touched.\n"
-        "Install that version again: python -m pip install -U batchrun"
+        "Install that version again."
     )
 
 
