@@ -12980,7 +12980,8 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #
 #   first stop     SIGTERM to the worker: it ends at its next safe point
 #   second stop    SIGUSR1, also when stop_grace is over: the batch is given up and rolled back
-#   third stop     SIGKILL, also 10 s or stop_grace (the less) later: out; the run can be resumed
+#   third stop     SIGKILL, also 10 s or stop_grace (the less) after the SIGUSR1: out; the run can
+#                  be resumed
 #
 # While a worker releases what it holds, the second stop waits and stop_grace does not end it; only
 # the third counts. (The first one is as ever: the job's first line is not reached.) It has
@@ -13858,13 +13859,11 @@ class Supervisor:
 
     def _pass_stops_on(self, worker: WorkerProcess, releases_until: float | None) -> None:
         """Ask the worker as strongly as the stops so far demand; see the head of this section."""
-        stops = self._stops.count or int(bool(worker.unwell))
-        waited_s = self._host.monotonic() - min(self._stops.first_at, worker.unwell_at)
-        grace_s, cleans = self._job_config.stop_grace_s, releases_until is not None
-        left_s = grace_s - waited_s
-        if releases_until is not None:
-            left_s = releases_until - self._host.monotonic()
-        left_s += min(grace_s, KILL_AFTER_INTERRUPT_S)
+        stops, now = self._stops.count or int(bool(worker.unwell)), self._host.monotonic()
+        until, cleans = releases_until, releases_until is not None
+        if until is None:
+            until = self._patient_until(worker, stops)
+        left_s = until + min(self._job_config.stop_grace_s, KILL_AFTER_INTERRUPT_S) - now
         if self._stops.count:
             self._host.systemd.extend(left_s + 2 * ORPHAN_GRACE_S)
         if cleans and left_s < 0:
@@ -13872,10 +13871,17 @@ class Supervisor:
             worker.ask(signal.SIGKILL)
         elif stops >= 3 or (stops and left_s < 0):
             worker.ask(signal.SIGKILL)
-        elif (stops == 2 or waited_s > grace_s) and not cleans:
+        elif until <= now and not cleans:
             worker.ask(signal.SIGUSR1)
         elif stops:
             worker.ask(signal.SIGTERM)
+
+    def _patient_until(self, worker: WorkerProcess, stops: int) -> float:
+        """Return when a worker's batch is, or was, interrupted by a stop; `inf` without one."""
+        if stops >= 2:
+            worker.given_up_at = min(worker.given_up_at, self._host.monotonic())
+        asked_at = min(self._stops.first_at, worker.unwell_at)
+        return min(worker.given_up_at, asked_at + self._job_config.stop_grace_s)
 
     # -- endings ---------------------------------------------------------------------------------
 
@@ -14161,6 +14167,7 @@ class WorkerProcess:
         self.overdue: LateBatch | None = None
         # why it is to stop for the sake of health, and since when
         self.unwell, self.unwell_at = "", float("inf")
+        self.given_up_at = float("inf")  # when a second stop interrupted it
         self._open = (run.number, host.monotonic())  # since when the batch after it is open
         self._oom_kills = host.oom_kills()
         self._strangers = set(host.children())  # of whoever became this process by exec

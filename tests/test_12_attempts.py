@@ -650,6 +650,23 @@ def test_a_batch_that_does_not_end_in_time_is_stopped_charged_and_done_again(
     assert all_done(project)
 
 
+def test_a_worker_is_killed_10_s_after_the_second_stop_however_long_stop_grace_is(
+    project: Project,
+) -> None:
+    write_job(project, DEAF.replace("go", "hang"))
+    text = (project.folder / "batchrun.toml").read_text()
+    project.write(text.replace('"30s"', '"30d"\nbatch_timeout = "0"'))
+    project.write_file("clock.py", CLOCK)
+    process = project.start("run", "sync", launch=FAST)
+    wait_for((project.folder / "hang.reached").exists, "the hang")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # two that are taken one after the other
+        process.send_signal(number)
+    ended = project.finish(process, limit_s=20)  # by its clock, two days
+    assert ended.code == 75
+    assert "The worker did not stop when it was asked to, and was killed." in ended.err
+    assert run_row(project) == ("interrupted", "", 1)
+
+
 def test_reading_counts_for_the_time_of_a_batch(project: Project) -> None:
     write_job(project, before="\n    if first(): hold('hang')")
     text = (project.folder / "batchrun.toml").read_text()
