@@ -13303,6 +13303,7 @@ class Supervisor:
         self._who = f"supervisor {self._me.pid}"
         self._stops = StopCounter(host)
         self._patience = Patience(self._job_config, host)
+        self._told_stop = False  # whether the watcher was told of the first stop
         self._shown = 0  # the event up to which the watcher was told
         self._follows = ""  # what follows a failure, to be said when the write lock is given back
         self._due_s = 0.0  # the check up to which a pause was recorded
@@ -13833,11 +13834,25 @@ class Supervisor:
                     worker.unwell, worker.unwell_at = verdict.why, self._host.monotonic()
             releases_until = self._ledger.releases_until(run)
             self._pass_stops_on(worker, releases_until)
+            self._tell_stop(run, releases=releases_until is not None)
             self._limit_batch(worker, run, releases=releases_until is not None)
             self._stops.wait(WATCH_INTERVAL_S)
         self._say_what_is_new(run)
         self._health.end()
         self._alerts.end()
+
+    def _tell_stop(self, run: Run, *, releases: bool) -> None:
+        """Say once that a stop was heard, what it waits for, and what another one does."""
+        if not self._stops.first or self._told_stop:
+            return
+        self._told_stop = True
+        name = self._stops.first.name.removeprefix("SIG").replace("INT", "Ctrl-C")
+        said = f"stopping before the next batch; {name} again stops at once"
+        if run.state == RunState.RUNNING:
+            said = f"stopping after this batch; {name} again interrupts it"
+        if releases or run.state not in OWNED:
+            said = "stopping when it has cleaned up"
+        self._watcher.say(said)
 
     def _say_what_is_new(self, run: Run) -> None:
         """Show the lines for people that were recorded since the last time."""
@@ -14100,7 +14115,7 @@ class StopCounter:
     def __init__(self, host: Host) -> None:
         self._host = host
         self.count = 0
-        self._first: signal.Signals | None = None
+        self.first: signal.Signals | None = None
         self.first_at, self._last_at = float("inf"), 0.0  # on the monotonic clock
 
     def begin(self) -> None:
@@ -14131,7 +14146,7 @@ class StopCounter:
         """Count a stop; the same one within a moment only once."""
         now = self._host.monotonic()
         if self.count == 0:
-            self._first, self.first_at = number, now
+            self.first, self.first_at = number, now
             self._host.systemd.stopping()
         elif now - self._last_at < ONE_STOP_S.get(number, ONE_STOP_DEFAULT_S):
             return
@@ -14140,7 +14155,7 @@ class StopCounter:
 
     def exit_code(self) -> ExitCode:
         """Return what a stop ends with: 130 if Ctrl-C was the first that was asked for."""
-        return ExitCode.INTERRUPTED if self._first == signal.SIGINT else ExitCode.STOPPED
+        return ExitCode.INTERRUPTED if self.first == signal.SIGINT else ExitCode.STOPPED
 
 
 class LateBatch(NamedTuple):
