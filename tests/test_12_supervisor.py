@@ -69,7 +69,8 @@ def refusals(project: Project) -> int:
 def test_the_first_stop_ends_the_run_at_its_next_safe_point(
     project: Project, number: signal.Signals, code: int
 ) -> None:
-    write_job(project, "hold('go')")
+    heard = "[time.sleep(0.005) for _ in iter(lambda: ctx.should_stop, True)]"
+    write_job(project, f"hold('go'); {heard}")
     process = start_held(project)
     process.send_signal(number)
     let_go(project)
