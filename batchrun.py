@@ -15045,7 +15045,7 @@ def summarise(
     return {
         **{name: value for name, value in run._asdict().items() if name not in NOT_SUMMARISED},
         "exit_code": attempts[-1].exit_code if attempts else None,
-        "attempts": list(map(summarise_attempt, attempts)),
+        "attempts": [summarise_attempt(each, run) for each in attempts],
         "rejects": [summarise_reject(row) for row in rejects if row.run == run.id],
         "cleanups": [{**c._asdict(), "call": mask_secrets(c.call)} for c in cleanups],
         "undoes": undoes,
@@ -15056,10 +15056,12 @@ def summarise(
     }
 
 
-def summarise_attempt(attempt: Attempt) -> dict[str, Any]:
-    """Return an attempt as one JSON document."""
+def summarise_attempt(attempt: Attempt, run: Run) -> dict[str, Any]:
+    """Return an attempt as one JSON document, with what it has committed, also so far."""
     supervisor, worker = attempt.supervisor._asdict(), attempt.worker and attempt.worker._asdict()
-    return {**attempt._asdict(), "supervisor": supervisor, "worker": worker}
+    until = run.number if attempt.to_number is None else attempt.to_number
+    committed = {"commits": max(0, until - attempt.from_number)}
+    return {**attempt._asdict(), **committed, "supervisor": supervisor, "worker": worker}
 
 
 def summarise_job(
@@ -15459,7 +15461,7 @@ def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
     reading, check = ledger.readings(run, 1), ledger.health_checks(run, 1)
     return {
         "owners": processes_text(owners, host) if owners else "",
-        "attempts": list(map(summarise_attempt, attempts)),
+        "attempts": [summarise_attempt(each, run) for each in attempts],
         "last_commit": last and last.at,
         "batch_median_s": times[len(times) // 2] if times else None,
         "batch_p95_s": ledger.slow_batch_s(run) or None,
@@ -16061,7 +16063,7 @@ def row_of_attempt(attempt: dict[str, Any]) -> list[str]:
         *(str(attempt["generation"]), moment_text(began_at)),
         seconds_text(seconds_between(began_at, ended_at) if ended_at else None),
         ending + ", charged as a try" * attempt["charged"],
-        f"{max(0, (attempt['to_number'] or 0) - attempt['from_number']):,}",
+        f"{attempt['commits']:,}",
         *(size_text(peak) if peak else "-", attempt["error"] or ""),
     ]
 

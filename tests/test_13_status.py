@@ -288,6 +288,7 @@ def test_one_job_is_told_on_one_screen(held: Project) -> None:
     )
     assert about["loops"].startswith("now loop main")
     assert about["attempt"].startswith("1  20")
+    assert ": going on, or left by its owner, commits 3, peak" in about["attempt"]
     assert lines[-1].startswith("to type: batchrun logs -f ")
     let_go(held)
     done = held.run("status", "count").out
