@@ -5073,8 +5073,8 @@ class Ledger:
     ) -> Run:
         """Turn the newest attempt's ending into the run's state, and charge its try."""
         self._write_end(run, run.generation, seen)
+        run = run if excused else self._charge(run, cast("Attempt", self.last_attempt(run)))
         attempt = cast("Attempt", self.last_attempt(run))
-        run = run if excused else self._charge(run, attempt)
         state, reason, why, size = decide(run, attempt)
         if size is not None:
             self._set_attempt(run, attempt.generation, retry=IN_HALVES)
@@ -13612,7 +13612,9 @@ class Supervisor:
         """Wait as long as the last ending and health demand; return why not to begin even then."""
         until = self._host.monotonic() + self._patience.wait_s
         failed = f"batch {run.number + 1} failed, try {run.tries + 1} comes next"
-        self._show(failed if run.tries else "the next attempt comes next")
+        attempt = self._ledger.last_attempt(run)
+        is_charged = attempt is not None and attempt.charged
+        self._show(failed if is_charged else "the next attempt comes next")
         try:
             while not (rest := self._reason_to_rest(run))[0]:
                 run = self._heed_health(run)
@@ -13700,7 +13702,7 @@ class Supervisor:
             why = f"{attempt.error} No try is charged: {self._health.verdict.why}"
             after = After(RunState.PAUSED, Reason.HEALTH, why)
         else:
-            tries = f": try {run.tries + 1} of {self._job_config.max_tries}" if run.tries else ""
+            tries = f": try {run.tries + 1} of {self._job_config.max_tries}" * attempt.charged
             why = f"{attempt.error} The next attempt begins in {patience.wait_s:.1f} s{tries}."
             after = After(RunState.RESERVED, why=why)
         self._follows = after.why
@@ -14048,6 +14050,8 @@ def plan_b(run: Run, attempt: Attempt, options: JobConfig, unknown: list[Operati
     failed = batch_text(run, f" failed {times}, and {limit} is reached")
     if run.tries == 0:
         failed = f"no batch was open, and {limit} is reached"
+    if attempt.retry == AT_NO_COST:
+        failed = f"what the job needs was not there, and {limit} is reached"
     why = f"{failed[0].upper()}{failed[1:]}.\nThe last time: {attempt.error}"
     if poison and unknown:
         return After(RunState.AWAITING, Reason.OPERATION, f"{unknown_text(unknown)}\n{why}")
