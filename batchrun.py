@@ -11714,14 +11714,17 @@ REPLIES = {  # how an unfinished run stands -> what each of STARTS does
     "has its answer": (_GO_ON, _REFUSE, _GO_ON, _GO_ON),
     "failed": (_GO_ON, _GO_ON, _GO_ON, _SKIP),
     "was refused as it is installed": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),  # it may be mended
+    "was tried for retry_for in vain": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),  # likewise
     "is due": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),
 }
 
 
-NEEDS_A_PERSON = (
+GAVE_UP = (RunState.PAUSED, Reason.RETRY)
+NEEDS_A_PERSON = (  # though the tick may go on with it
     "awaits a person: its next batch is poison",
     "waits for an answer",
     "was refused as it is installed",
+    "was tried for retry_for in vain",
 )
 
 
@@ -11741,6 +11744,7 @@ def situation(ledger: Ledger, run: Run) -> str:
         "has its answer": awaits,
         "failed": run.state == RunState.FAILED,
         "was refused as it is installed": refused,
+        "was tried for retry_for in vain": (run.state, run.reason) == GAVE_UP,
         "is due": True,
     }
     return next(words for words, applies in stands.items() if applies)
@@ -11800,7 +11804,7 @@ class Standing(NamedTuple):
     todo: str  # the line to type next
     # whether the tick goes on with it: nobody decided against it, nobody owns it
     is_due: bool = False
-    needs_someone: bool = False  # whether it stays as it is until a person does something
+    needs_someone: bool = False  # whether a person is to look at it, also where the tick tries on
 
 
 def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
@@ -13042,7 +13046,7 @@ def run_trouble(config: Config, ledger: Ledger, run: Run, host: Host) -> Alert |
         kind, what, stands = "stalled", f"is stalled: {stuck.what}", stuck
     elif run.state == RunState.FAILED:
         kind, what = "failed", "failed"
-    elif situation(ledger, run) in NEEDS_A_PERSON or at == (RunState.PAUSED, Reason.RETRY):
+    elif situation(ledger, run) in NEEDS_A_PERSON:
         kind, what = "awaiting", "needs a person"
     elif at == (RunState.PAUSED, Reason.HEALTH) and age_s > config.alerts.paused_after_s:
         kind, what = "paused", f"is paused by health for {duration_text(age_s)}"

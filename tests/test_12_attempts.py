@@ -382,6 +382,9 @@ def test_when_retry_for_is_over_the_run_is_paused_and_the_tick_goes_on(project: 
     assert ended.code == 13
     assert "Batch 2 failed once, and retry_for is reached (records 6 to 10" in ended.err
     assert run_row(project) == ("paused", "retry", 1)
+    for words in (["status"], ["status", "sync"]):
+        shown = project.run(*words, "--json")
+        assert (shown.code, shown.document["jobs"][0]["needs_someone"]) == (3, True)
     assert project.run("resume", "--all").code == 13
     assert tries(project) == 2
     assert project.run("resume", "--all").code == 0
