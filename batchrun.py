@@ -5073,8 +5073,8 @@ class Ledger:
     ) -> Run:
         """Turn the newest attempt's ending into the run's state, and charge its try."""
         self._write_end(run, run.generation, seen)
+        run = run if excused else self._charge(run, cast("Attempt", self.last_attempt(run)))
         attempt = cast("Attempt", self.last_attempt(run))
-        run = run if excused else self._charge(run, attempt)
         state, reason, why, size = decide(run, attempt)
         if size is not None:
             self._set_attempt(run, attempt.generation, retry=IN_HALVES)
@@ -11714,14 +11714,17 @@ REPLIES = {  # how an unfinished run stands -> what each of STARTS does
     "has its answer": (_GO_ON, _REFUSE, _GO_ON, _GO_ON),
     "failed": (_GO_ON, _GO_ON, _GO_ON, _SKIP),
     "was refused as it is installed": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),  # it may be mended
+    "was tried for retry_for in vain": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),  # likewise
     "is due": (_GO_ON, _GO_ON, _GO_ON, _GO_ON),
 }
 
 
-NEEDS_A_PERSON = (
+GAVE_UP = (RunState.PAUSED, Reason.RETRY)
+NEEDS_A_PERSON = (  # though the tick may go on with it
     "awaits a person: its next batch is poison",
     "waits for an answer",
     "was refused as it is installed",
+    "was tried for retry_for in vain",
 )
 
 
@@ -11741,6 +11744,7 @@ def situation(ledger: Ledger, run: Run) -> str:
         "has its answer": awaits,
         "failed": run.state == RunState.FAILED,
         "was refused as it is installed": refused,
+        "was tried for retry_for in vain": (run.state, run.reason) == GAVE_UP,
         "is due": True,
     }
     return next(words for words, applies in stands.items() if applies)
@@ -11800,7 +11804,7 @@ class Standing(NamedTuple):
     todo: str  # the line to type next
     # whether the tick goes on with it: nobody decided against it, nobody owns it
     is_due: bool = False
-    needs_someone: bool = False  # whether it stays as it is until a person does something
+    needs_someone: bool = False  # whether a person is to look at it, also where the tick tries on
 
 
 def standing(ledger: Ledger, run: Run, host: Host) -> Standing:
@@ -12980,7 +12984,8 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #
 #   first stop     SIGTERM to the worker: it ends at its next safe point
 #   second stop    SIGUSR1, also when stop_grace is over: the batch is given up and rolled back
-#   third stop     SIGKILL, also 10 s or stop_grace (the less) later: out; the run can be resumed
+#   third stop     SIGKILL, also 10 s or stop_grace (the less) after the SIGUSR1: out; the run can
+#                  be resumed
 #
 # While a worker releases what it holds, the second stop waits and stop_grace does not end it; only
 # the third counts. (The first one is as ever: the job's first line is not reached.) It has
@@ -13041,7 +13046,7 @@ def run_trouble(config: Config, ledger: Ledger, run: Run, host: Host) -> Alert |
         kind, what, stands = "stalled", f"is stalled: {stuck.what}", stuck
     elif run.state == RunState.FAILED:
         kind, what = "failed", "failed"
-    elif situation(ledger, run) in NEEDS_A_PERSON or at == (RunState.PAUSED, Reason.RETRY):
+    elif situation(ledger, run) in NEEDS_A_PERSON:
         kind, what = "awaiting", "needs a person"
     elif at == (RunState.PAUSED, Reason.HEALTH) and age_s > config.alerts.paused_after_s:
         kind, what = "paused", f"is paused by health for {duration_text(age_s)}"
@@ -13302,6 +13307,7 @@ class Supervisor:
         self._who = f"supervisor {self._me.pid}"
         self._stops = StopCounter(host)
         self._patience = Patience(self._job_config, host)
+        self._told_stop = False  # whether the watcher was told of the first stop
         self._shown = 0  # the event up to which the watcher was told
         self._follows = ""  # what follows a failure, to be said when the write lock is given back
         self._due_s = 0.0  # the check up to which a pause was recorded
@@ -13610,7 +13616,9 @@ class Supervisor:
         """Wait as long as the last ending and health demand; return why not to begin even then."""
         until = self._host.monotonic() + self._patience.wait_s
         failed = f"batch {run.number + 1} failed, try {run.tries + 1} comes next"
-        self._show(failed if run.tries else "the next attempt comes next")
+        attempt = self._ledger.last_attempt(run)
+        is_charged = attempt is not None and attempt.charged
+        self._show(failed if is_charged else "the next attempt comes next")
         try:
             while not (rest := self._reason_to_rest(run))[0]:
                 run = self._heed_health(run)
@@ -13698,7 +13706,7 @@ class Supervisor:
             why = f"{attempt.error} No try is charged: {self._health.verdict.why}"
             after = After(RunState.PAUSED, Reason.HEALTH, why)
         else:
-            tries = f": try {run.tries + 1} of {self._job_config.max_tries}" if run.tries else ""
+            tries = f": try {run.tries + 1} of {self._job_config.max_tries}" * attempt.charged
             why = f"{attempt.error} The next attempt begins in {patience.wait_s:.1f} s{tries}."
             after = After(RunState.RESERVED, why=why)
         self._follows = after.why
@@ -13832,11 +13840,25 @@ class Supervisor:
                     worker.unwell, worker.unwell_at = verdict.why, self._host.monotonic()
             releases_until = self._ledger.releases_until(run)
             self._pass_stops_on(worker, releases_until)
+            self._tell_stop(run, releases=releases_until is not None)
             self._limit_batch(worker, run, releases=releases_until is not None)
             self._stops.wait(WATCH_INTERVAL_S)
         self._say_what_is_new(run)
         self._health.end()
         self._alerts.end()
+
+    def _tell_stop(self, run: Run, *, releases: bool) -> None:
+        """Say once that a stop was heard, what it waits for, and what another one does."""
+        if not self._stops.first or self._told_stop:
+            return
+        self._told_stop = True
+        name = self._stops.first.name.removeprefix("SIG").replace("INT", "Ctrl-C")
+        said = f"stopping before the next batch; {name} again stops at once"
+        if run.state == RunState.RUNNING:
+            said = f"stopping after this batch; {name} again interrupts it"
+        if releases or run.state not in OWNED:
+            said = "stopping when it has cleaned up"
+        self._watcher.say(said)
 
     def _say_what_is_new(self, run: Run) -> None:
         """Show the lines for people that were recorded since the last time."""
@@ -13858,13 +13880,11 @@ class Supervisor:
 
     def _pass_stops_on(self, worker: WorkerProcess, releases_until: float | None) -> None:
         """Ask the worker as strongly as the stops so far demand; see the head of this section."""
-        stops = self._stops.count or int(bool(worker.unwell))
-        waited_s = self._host.monotonic() - min(self._stops.first_at, worker.unwell_at)
-        grace_s, cleans = self._job_config.stop_grace_s, releases_until is not None
-        left_s = grace_s - waited_s
-        if releases_until is not None:
-            left_s = releases_until - self._host.monotonic()
-        left_s += min(grace_s, KILL_AFTER_INTERRUPT_S)
+        stops, now = self._stops.count or int(bool(worker.unwell)), self._host.monotonic()
+        until, cleans = releases_until, releases_until is not None
+        if until is None:
+            until = self._patient_until(worker, stops)
+        left_s = until + min(self._job_config.stop_grace_s, KILL_AFTER_INTERRUPT_S) - now
         if self._stops.count:
             self._host.systemd.extend(left_s + 2 * ORPHAN_GRACE_S)
         if cleans and left_s < 0:
@@ -13872,10 +13892,17 @@ class Supervisor:
             worker.ask(signal.SIGKILL)
         elif stops >= 3 or (stops and left_s < 0):
             worker.ask(signal.SIGKILL)
-        elif (stops == 2 or waited_s > grace_s) and not cleans:
+        elif until <= now and not cleans:
             worker.ask(signal.SIGUSR1)
         elif stops:
             worker.ask(signal.SIGTERM)
+
+    def _patient_until(self, worker: WorkerProcess, stops: int) -> float:
+        """Return when a worker's batch is, or was, interrupted by a stop; `inf` without one."""
+        if stops >= 2:
+            worker.given_up_at = min(worker.given_up_at, self._host.monotonic())
+        asked_at = min(self._stops.first_at, worker.unwell_at)
+        return min(worker.given_up_at, asked_at + self._job_config.stop_grace_s)
 
     # -- endings ---------------------------------------------------------------------------------
 
@@ -14027,6 +14054,8 @@ def plan_b(run: Run, attempt: Attempt, options: JobConfig, unknown: list[Operati
     failed = batch_text(run, f" failed {times}, and {limit} is reached")
     if run.tries == 0:
         failed = f"no batch was open, and {limit} is reached"
+    if attempt.retry == AT_NO_COST:
+        failed = f"what the job needs was not there, and {limit} is reached"
     why = f"{failed[0].upper()}{failed[1:]}.\nThe last time: {attempt.error}"
     if poison and unknown:
         return After(RunState.AWAITING, Reason.OPERATION, f"{unknown_text(unknown)}\n{why}")
@@ -14094,7 +14123,7 @@ class StopCounter:
     def __init__(self, host: Host) -> None:
         self._host = host
         self.count = 0
-        self._first: signal.Signals | None = None
+        self.first: signal.Signals | None = None
         self.first_at, self._last_at = float("inf"), 0.0  # on the monotonic clock
 
     def begin(self) -> None:
@@ -14125,7 +14154,7 @@ class StopCounter:
         """Count a stop; the same one within a moment only once."""
         now = self._host.monotonic()
         if self.count == 0:
-            self._first, self.first_at = number, now
+            self.first, self.first_at = number, now
             self._host.systemd.stopping()
         elif now - self._last_at < ONE_STOP_S.get(number, ONE_STOP_DEFAULT_S):
             return
@@ -14134,7 +14163,7 @@ class StopCounter:
 
     def exit_code(self) -> ExitCode:
         """Return what a stop ends with: 130 if Ctrl-C was the first that was asked for."""
-        return ExitCode.INTERRUPTED if self._first == signal.SIGINT else ExitCode.STOPPED
+        return ExitCode.INTERRUPTED if self.first == signal.SIGINT else ExitCode.STOPPED
 
 
 class LateBatch(NamedTuple):
@@ -14161,6 +14190,7 @@ class WorkerProcess:
         self.overdue: LateBatch | None = None
         # why it is to stop for the sake of health, and since when
         self.unwell, self.unwell_at = "", float("inf")
+        self.given_up_at = float("inf")  # when a second stop interrupted it
         self._open = (run.number, host.monotonic())  # since when the batch after it is open
         self._oom_kills = host.oom_kills()
         self._strangers = set(host.children())  # of whoever became this process by exec
@@ -15023,7 +15053,7 @@ def summarise(
     return {
         **{name: value for name, value in run._asdict().items() if name not in NOT_SUMMARISED},
         "exit_code": attempts[-1].exit_code if attempts else None,
-        "attempts": list(map(summarise_attempt, attempts)),
+        "attempts": [summarise_attempt(each, run) for each in attempts],
         "rejects": [summarise_reject(row) for row in rejects if row.run == run.id],
         "cleanups": [{**c._asdict(), "call": mask_secrets(c.call)} for c in cleanups],
         "undoes": undoes,
@@ -15034,10 +15064,12 @@ def summarise(
     }
 
 
-def summarise_attempt(attempt: Attempt) -> dict[str, Any]:
-    """Return an attempt as one JSON document."""
+def summarise_attempt(attempt: Attempt, run: Run) -> dict[str, Any]:
+    """Return an attempt as one JSON document, with what it has committed, also so far."""
     supervisor, worker = attempt.supervisor._asdict(), attempt.worker and attempt.worker._asdict()
-    return {**attempt._asdict(), "supervisor": supervisor, "worker": worker}
+    until = run.number if attempt.to_number is None else attempt.to_number
+    committed = {"commits": max(0, until - attempt.from_number)}
+    return {**attempt._asdict(), **committed, "supervisor": supervisor, "worker": worker}
 
 
 def summarise_job(
@@ -15437,7 +15469,7 @@ def summarise_about(ledger: Ledger, run: Run, host: Host) -> dict[str, Any]:
     reading, check = ledger.readings(run, 1), ledger.health_checks(run, 1)
     return {
         "owners": processes_text(owners, host) if owners else "",
-        "attempts": list(map(summarise_attempt, attempts)),
+        "attempts": [summarise_attempt(each, run) for each in attempts],
         "last_commit": last and last.at,
         "batch_median_s": times[len(times) // 2] if times else None,
         "batch_p95_s": ledger.slow_batch_s(run) or None,
@@ -16039,7 +16071,7 @@ def row_of_attempt(attempt: dict[str, Any]) -> list[str]:
         *(str(attempt["generation"]), moment_text(began_at)),
         seconds_text(seconds_between(began_at, ended_at) if ended_at else None),
         ending + ", charged as a try" * attempt["charged"],
-        f"{max(0, (attempt['to_number'] or 0) - attempt['from_number']):,}",
+        f"{attempt['commits']:,}",
         *(size_text(peak) if peak else "-", attempt["error"] or ""),
     ]
 

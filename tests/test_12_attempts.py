@@ -382,6 +382,9 @@ def test_when_retry_for_is_over_the_run_is_paused_and_the_tick_goes_on(project: 
     assert ended.code == 13
     assert "Batch 2 failed once, and retry_for is reached (records 6 to 10" in ended.err
     assert run_row(project) == ("paused", "retry", 1)
+    for words in (["status"], ["status", "sync"]):
+        shown = project.run(*words, "--json")
+        assert (shown.code, shown.document["jobs"][0]["needs_someone"]) == (3, True)
     assert project.run("resume", "--all").code == 13
     assert tries(project) == 2
     assert project.run("resume", "--all").code == 0
@@ -648,6 +651,23 @@ def test_a_batch_that_does_not_end_in_time_is_stopped_charged_and_done_again(
     assert re.fullmatch(words, error), error
     assert number == ended_by
     assert all_done(project)
+
+
+def test_a_worker_is_killed_10_s_after_the_second_stop_however_long_stop_grace_is(
+    project: Project,
+) -> None:
+    write_job(project, DEAF.replace("go", "hang"))
+    text = (project.folder / "batchrun.toml").read_text()
+    project.write(text.replace('"30s"', '"30d"\nbatch_timeout = "0"'))
+    project.write_file("clock.py", CLOCK)
+    process = project.start("run", "sync", launch=FAST)
+    wait_for((project.folder / "hang.reached").exists, "the hang")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # two that are taken one after the other
+        process.send_signal(number)
+    ended = project.finish(process, limit_s=20)  # by its clock, two days
+    assert ended.code == 75
+    assert "The worker did not stop when it was asked to, and was killed." in ended.err
+    assert run_row(project) == ("interrupted", "", 1)
 
 
 def test_reading_counts_for_the_time_of_a_batch(project: Project) -> None:

@@ -717,6 +717,42 @@ def test_a_database_that_does_not_let_in_is_tried_again_and_costs_no_try(
     assert (project.run("run", "sync").code, run_row(project)) == (1, ("failed", "", 0))
 
 
+def test_a_failure_that_costs_no_try_is_said_without_a_count_of_tries(
+    project: Project, feed: Feed
+) -> None:
+    pytest.importorskip("psycopg", reason="NO PSYCOPG: install '.[test]'")
+    feed.goes_away()
+    config = 'min_free = "1MB"\n[defaults]\nmax_tries = 3\nretry_first_wait = "1ms"\n[jobs.sync]\n'
+    project.write(
+        config,
+        sync=f"""
+        from pathlib import Path
+        from batchrun import job
+
+        @job(retry_if=lambda error: True)
+        def sync(ctx):
+            for batch in ctx.batches([1]):
+                if not Path("raised").exists():
+                    Path("raised").touch()
+                    raise ValueError("once")
+                ctx.connect("postgres://u@127.0.0.1:{feed.port}/x")
+                yield batch
+        """,
+    )
+    process, ledger = project.start("run", "sync"), project.state / "ledger.db"
+    wait_for(lambda: ledger.exists() and len(attempts(project)) > 2, "the third attempt")
+    process.terminate()
+    assert project.finish(process).code == 75
+    said = rows(project, "SELECT why FROM event WHERE what = 'reserved' ORDER BY id LIMIT 2")
+    assert [re.sub(r".*begins in 0\.\d s", "", why, flags=re.DOTALL) for (why,) in said] == [
+        ": try 2 of 3.",
+        ".",
+    ]
+    project.write(f"{config}retry_for = '0'\n")
+    ended = project.run("run", "sync")
+    assert "What the job needs was not there, and retry_for is reached.\n" in ended.err
+
+
 def test_a_database_that_a_server_does_not_have_is_told_at_once_and_not_waited_for(
     project: Project, cluster: Cluster
 ) -> None:

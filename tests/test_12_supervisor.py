@@ -69,7 +69,8 @@ def refusals(project: Project) -> int:
 def test_the_first_stop_ends_the_run_at_its_next_safe_point(
     project: Project, number: signal.Signals, code: int
 ) -> None:
-    write_job(project, "hold('go')")
+    heard = "[time.sleep(0.005) for _ in iter(lambda: ctx.should_stop, True)]"
+    write_job(project, f"hold('go'); {heard}")
     process = start_held(project)
     process.send_signal(number)
     let_go(project)
@@ -78,6 +79,24 @@ def test_the_first_stop_ends_the_run_at_its_next_safe_point(
     assert run_row(project) == ("paused", "stop", 2)
     assert done(project)[-3:] == RELEASED
     finish_after(project, 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "TERM"), (signal.SIGHUP, "HUP")],
+)
+def test_the_first_stop_is_answered_once_with_what_it_waits_for(
+    project: Project, number: signal.Signals, name: str
+) -> None:
+    write_job(project, "hold('go')")
+    project.start("-v", "run", "sync")
+    wait_for((project.folder / "go.reached").exists, "the job to reach record 8")
+    process = project.started[-1]
+    process.send_signal(number)
+    said = f"stopping after this batch; {name} again interrupts it\n"
+    wait_for(lambda: said in error_output(project, process), "the answer")
+    let_go(project)
+    assert project.finish(process).err.count("stopping") == 1
 
 
 def test_three_sigterms_within_half_a_second_are_one_stop(project: Project) -> None:
@@ -156,11 +175,14 @@ def test_a_stop_before_the_first_batch_begins_none(project: Project) -> None:
     hold = "    while not ctx.should_stop: time.sleep(0.005)\n    done('asked'); hold('go')\n"
     text = JOB.replace("    for batch", f"    Path('go.reached').touch()\n{hold}    for batch")
     project.write(CONFIG, sync=text.replace("BEFORE_8", "pass").replace("AFTER", "pass"))
-    process = start_held(project)
+    process = project.start("-v", "run", "sync")
+    wait_for((project.folder / "go.reached").exists, "the job")
     process.send_signal(signal.SIGTERM)
     wait_for(lambda: "asked" in done(project), "the worker to be asked")
     let_go(project)
-    assert project.finish(process).code == 75
+    ended = project.finish(process)
+    assert ended.code == 75
+    assert "stopping before the next batch; TERM again stops at once\n" in ended.err
     assert run_row(project) == ("paused", "stop", 0)
     assert done(project) == ["asked", *RELEASED]
     write_job(project)

@@ -180,7 +180,7 @@ def test_an_attempt_without_an_ending_is_not_given_one() -> None:
         charged=0, ending=None, to_number=None, peak_rss_bytes=None, releases=[]
     )
     summary = batchrun.summarise(RUN, [going_on._replace(error=None)], [], [])
-    row = ["1", "2026-01-31 23:00:01Z", "9m59s", "going on, or left by its owner", "0", "-", ""]
+    row = ["1", "2026-01-31 23:00:01Z", "9m59s", "going on, or left by its owner", "3", "-", ""]
     assert batchrun.row_of_attempt(summary["attempts"][0]) == row
 
 
@@ -201,7 +201,7 @@ DONE = batchrun.summarise_job(
 
 ABOUT = {
     "owners": "pid 7 (for 2m03s)",
-    "attempts": 5 * [batchrun.summarise_attempt(ATTEMPT)],
+    "attempts": 5 * [batchrun.summarise_attempt(ATTEMPT, RUN)],
     "last_commit": "2026-01-31T23:59:50.000Z",
     "batch_median_s": 0.5,
     "batch_p95_s": 1.25,

@@ -155,6 +155,22 @@ def width(line: str) -> int:
     return sum(1 + (east_asian_width(character) in "WF") for character in text)
 
 
+def test_ctrl_c_is_answered_in_a_line_of_its_own_above_the_live_line(
+    project: Project, terminal: Open
+) -> None:
+    at, go = project.folder / "at", project.folder / "go"
+    wait = "while not pathlib.Path('go').exists(): time.sleep(0.01)"
+    write_job(project, f"pathlib.Path('at').touch()\n                {wait}")
+    run = terminal(project, "run", "count")
+    wait_for(at.exists, "the fourth batch")
+    run.look("count [####")
+    run.type(b"\x03")
+    run.look("\r\x1b[Kstopping after this batch; Ctrl-C again interrupts it\r\n\r\x1b[Kcount [####")
+    go.touch()
+    assert run.ends() == 130
+    assert run.shown.count(b"stopping") == 1
+
+
 # --- all jobs -------------------------------------------------------------------------------------
 
 
@@ -272,6 +288,7 @@ def test_one_job_is_told_on_one_screen(held: Project) -> None:
     )
     assert about["loops"].startswith("now loop main")
     assert about["attempt"].startswith("1  20")
+    assert ": going on, or left by its owner, commits 3, peak" in about["attempt"]
     assert lines[-1].startswith("to type: batchrun logs -f ")
     let_go(held)
     done = held.run("status", "count").out

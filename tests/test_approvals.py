@@ -397,6 +397,7 @@ def in_situation(ledger: Ledger, name: str) -> list[Run]:
         "has its answer": [("awaiting", "approval")],
         "failed": [("failed", "")],
         "was refused as it is installed": [("interrupted", "")],
+        "was tried for retry_for in vain": [("paused", "retry")],
         "is due": [
             *[("waiting", ""), ("interrupted", "")],
             *[("paused", reason) for reason in ("health", "drain", "stop", "maintenance")],
