@@ -3184,7 +3184,7 @@ def parse_checkpoint(content: bytes) -> tuple[Checkpoint, str]:
     if len(content) > CHECKPOINT_MAX_BYTES:
         raise BrokenCheckpoint(f"it is larger than {CHECKPOINT_MAX_BYTES:,} bytes")
     if length != str(len(body)) or digest != sha256(body).hexdigest():
-        raise BrokenCheckpoint(f"torn or changed: {len(body)} bytes, {length} were written")
+        raise BrokenCheckpoint(f"it is torn or changed: {len(body)} bytes, {length} were written")
     return _checkpoint_of(body), digest
 
 
@@ -10874,12 +10874,11 @@ class Found(NamedTuple):
     """What a start finds of one run."""
 
     run: Run  # the ledger's row
-    ledger: str  # the ledger's uuid
     newest_event: int  # the highest event id in the ledger
     newest_operation: int  # likewise
-    checkpoint: Checkpoint | None  # what the file holds; None if it is missing or broken
+    checkpoint: Checkpoint | None  # what the file holds; None if missing, broken or another run's
     digest: str  # its hash
-    broken: str  # why the file is not valid; empty if it is valid or missing
+    broken: str  # why it is no valid file of this run; empty if it is one or missing
     ancestor: str | None  # the hash that the ledger has for the checkpoint's number, if it has one
     copy: bytes | None  # the ledger's own copy of the newest checkpoint, if it is valid
 
@@ -10896,8 +10895,7 @@ class Found(NamedTuple):
     @property
     def fault(self) -> str:
         """What is wrong with the file, in words."""
-        older = "older than the ledger" if self.checkpoint else "missing"
-        return self.broken or older
+        return self.broken or f"it is {'older than the ledger' if self.checkpoint else 'missing'}"
 
 
 VERDICTS: tuple[tuple[Action, str, Callable[[Found], bool]], ...] = (
@@ -10915,11 +10913,6 @@ VERDICTS: tuple[tuple[Action, str, Callable[[Found], bool]], ...] = (
         Action.REWRITE,
         "the checkpoint is missing or broken; the ledger has its bytes",
         lambda f: f.checkpoint is None,
-    ),
-    (
-        Action.REFUSE,
-        "the checkpoint belongs to another ledger, job or run",
-        lambda f: (f.file.ledger, f.file.job, f.file.run) != (f.ledger, f.run.job, f.run.id),
     ),
     (
         Action.REFUSE,
@@ -10967,13 +10960,23 @@ def look(ledger: Ledger, store: CheckpointStore, run: Run) -> Found:
         content = store.read(run.id)
         if content is not None:
             checkpoint, digest = parse_checkpoint(content)
+            if digest != run.hash:
+                require_own(ledger, run, checkpoint)
     except BrokenCheckpoint as error:
-        broken = error.what
+        checkpoint, digest, broken = None, "", error.what
     behind = checkpoint is not None and checkpoint.number < run.number
     row = ledger.commit_row(run, checkpoint.number) if checkpoint and behind else None
     ancestor, copy = row.hash if row else None, valid_copy(run)
     newest = (ledger.newest_event(), ledger.newest_operation())
-    return Found(run, ledger.uuid, *newest, checkpoint, digest, broken, ancestor, copy)
+    return Found(run, *newest, checkpoint, digest, broken, ancestor, copy)
+
+
+def require_own(ledger: Ledger, run: Run, checkpoint: Checkpoint) -> None:
+    """Refuse the checkpoint of another run under this one's name: it tells nothing of this one."""
+    if (checkpoint.job, checkpoint.run) != (run.job, run.id):
+        raise BrokenCheckpoint(f"it is of run {checkpoint.run} of {checkpoint.job}")
+    if checkpoint.ledger != ledger.uuid:
+        raise BrokenCheckpoint("it is of another ledger")
 
 
 def valid_copy(run: Run) -> bytes | None:
@@ -10999,8 +11002,8 @@ def agree(ledger: Ledger, store: CheckpointStore, run: Run, *, anew: bool) -> Ag
     if action == Action.REFUSE:
         raise cannot_agree(found, why, path)
     if action == Action.REWRITE:
-        at = f"restored from the ledger's copy of commit {run.number}"
-        return Agreement(f"the checkpoint {path} was {found.fault}: {at}", content=found.copy)
+        said = f"the checkpoint {path} was restored from the ledger's copy of commit {run.number}"
+        return Agreement(f"{said}: {found.fault}", content=found.copy)
     content = checkpoint_bytes(found.file)[0] if anew and action != Action.START else None
     if action == Action.FORWARD:
         held = f"commit {found.file.number} was in the checkpoint only"
@@ -11030,9 +11033,8 @@ def cannot_agree(found: Found, why: str, path: Path) -> PersonNeeded:
 
 def way_out(found: Found) -> str:
     """Return what to do about what a start refuses: a repair needs a file that names the run."""
-    file, run = found.checkpoint, found.run
-    can_repair = file is not None and (file.job, file.run) == (run.job, run.id)
-    way = "see: batchrun repair" if can_repair else f"begin anew: batchrun run {run.job} --fresh"
+    anew = f"begin anew: batchrun run {found.run.job} --fresh"
+    way = "see: batchrun repair" if found.checkpoint else anew
     return f"Put the right files back from a backup, or {way}"
 
 
@@ -11230,8 +11232,9 @@ def contradiction(ledger: Ledger, store: CheckpointStore, checkpoint: Checkpoint
     run = ledger.run_with_id(checkpoint.run)
     if run is None:
         return "the ledger does not know this run"
-    action, why = verdict(look(ledger, store, run))
-    return why if action == Action.REFUSE else ""
+    found = look(ledger, store, run)
+    action, why = verdict(found)
+    return why if action == Action.REFUSE and found.checkpoint else ""
 
 
 def readable_checkpoints(store: CheckpointStore) -> list[Checkpoint]:
