@@ -11039,15 +11039,23 @@ def way_out(found: Found) -> str:
 
 
 def require_witnesses_known(ledger: Ledger, store: CheckpointStore) -> None:
-    """Refuse a ledger that does not know a run of which there is a checkpoint (PersonNeeded)."""
+    """Refuse a ledger that does not know a run, or what it did, of which a checkpoint tells.
+
+    One commit ahead that hangs on the ledger's newest is no loss: the run was killed within that
+    commit, and cancelled.
+
+    Raises:
+        PersonNeeded: `repair` lists what it is about.
+    """
     for name in store.runs():
         run = ledger.run_with_id(name)
         if run is None:
             raise ledger_lost(ledger.path, f"it does not know the run of {store.path(name)}")
         if run.finished:
             found = look(ledger, store, run)
-            if found.checkpoint is not None and found.ahead > 0:
-                raise ledger_lost(ledger.path, f"{store.path(name)} is {found.ahead} commits ahead")
+            if found.checkpoint and found.ahead > 0 and verdict(found)[0] == Action.REFUSE:
+                ahead = several(found.ahead, "commit")
+                raise ledger_lost(ledger.path, f"{store.path(name)} is {ahead} ahead")
 
 
 def retire_witnesses(ledger: Ledger, store: CheckpointStore) -> None:

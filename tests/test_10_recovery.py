@@ -496,6 +496,22 @@ def test_the_file_of_another_job_is_no_witness_against_the_ledger(paused: Shop) 
     assert (shop.records(), shop.findings()) == (list(range(1, 51)), [])
 
 
+@pytest.mark.parametrize("how", ["cancel", "fresh"])
+def test_a_run_killed_within_its_commit_can_be_cancelled_or_begun_anew(
+    shop: Shop, how: str
+) -> None:
+    shop.killed_at("checkpoint.fsync@3")
+    if how == "cancel":
+        assert shop.batchrun("cancel", shop.read().run).code == 0
+        assert shop.batchrun("check").out == "ledger and checkpoints agree\n"
+        (shop.project.folder / "out.db").unlink()
+    else:
+        (shop.project.folder / "out.db").unlink()
+        assert shop.batchrun("run", "sync", "--fresh", "--batches", "2").code == 75
+        assert shop.batchrun("check").out == "ledger and checkpoints agree\n"
+    assert shop.goes_on() == []
+
+
 def test_a_checkpoint_ahead_is_refused_and_says_what_is_lost(paused: Shop) -> None:
     paused.craft(number=6)
     assert "Known to be lost: the rows of commits 3 to 5." in paused.refuses()
