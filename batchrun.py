@@ -5818,10 +5818,22 @@ def require_sqlite(version: str) -> None:
 
 
 def require_known_version(connection: apsw.Connection, path: Path) -> int:
-    """Return the ledger's version, unless a newer batchrun wrote it, or migrated it meanwhile."""
+    """Return the ledger's version: ours, or one from which there is a way to ours.
+
+    Raises:
+        NewerFormat: a newer batchrun wrote it, or migrated it meanwhile.
+        StateDirectoryError: there is no way from its version to ours; untouched.
+    """
     version = int(cast("int", connection.pragma("user_version")))
     if version > SCHEMA_VERSION:
         raise NewerFormat(f"The ledger {path} has version", version, SCHEMA_VERSION)
+    if any(step not in MIGRATIONS for step in range(version, SCHEMA_VERSION)):
+        raise StateDirectoryError(
+            f"The ledger {path} has version {version}, older than any that can be migrated.",
+            unchanged="It was not touched.",
+            todo="Put the ledger back from a backup; if there is none, move it away, then type:"
+            " batchrun repair",
+        )
     return version
 
 
@@ -6007,18 +6019,11 @@ def _migrate(path: Path, connection: apsw.Connection, host: Host) -> None:
     """Bring an older ledger to our version in one transaction, after an online backup.
 
     Raises:
-        StateDirectoryError: there is no way from its version to ours; untouched.
         Busy: a job is running, perhaps in an older batchrun that does not know the new version.
     """
     with _alone_in(path.parent, host), _all_jobs_stopped(path.parent / "locks"):
         version = require_known_version(connection, path)
         steps = range(version, SCHEMA_VERSION)
-        if any(step not in MIGRATIONS for step in steps):
-            raise StateDirectoryError(
-                f"The ledger {path} has version {version}, older than any that can be migrated.",
-                unchanged="It was not touched.",
-                todo="See `batchrun check`.",
-            )
         if steps:
             _back_up(connection, beside(path, f".version{version}"))
         connection.execute("BEGIN IMMEDIATE")

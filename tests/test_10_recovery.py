@@ -683,6 +683,20 @@ def test_a_newer_format_is_refused_untouched(paused: Shop) -> None:
     assert f"has version {now + 1}; this batchrun knows {now}." in shop.refuses(5)
 
 
+def test_a_ledger_without_a_version_is_told_alike_and_made_anew_once_moved_away(
+    paused: Shop,
+) -> None:
+    shop, way = paused, "Put the ledger back from a backup; if there is none, move it away"
+    shop.sql("PRAGMA user_version = 0")
+    for command in ("check", "repair", "status"):
+        ended = shop.batchrun(command)
+        assert (ended.code, way in ended.err) == (5, True), ended.err
+    assert way in shop.refuses(5)
+    shop.ledger.rename(shop.project.outputs / "moved.db")
+    assert shop.batchrun("repair", "--apply").code == 0
+    assert shop.goes_on() == []
+
+
 def test_a_full_disk_is_no_corruption_and_goes_on_when_there_is_room(shop: Shop) -> None:
     shop.back_to("paused")
     ended = shop.batchrun("run", "sync", point="file.fsync=ENOSPC")
