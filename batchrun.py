@@ -10852,6 +10852,9 @@ def no_fresh_start(run: Run, unknown: Sequence[Operation]) -> PersonNeeded:
 #
 # What a start finds, first row that applies. Nothing is written before the verdict; the admission
 # then does what it says, in its own transaction. Nothing here ever begins at record 1 silently.
+# A file that holds another run's checkpoint than its name says is as a broken one: it tells nothing
+# of this run, and is moved aside where the ledger does not know that name.
+#
 # What a start refuses, `repair` mends: it copies everything aside, then lets the ledger stand where
 # the checkpoints do.
 #
@@ -11250,15 +11253,20 @@ def contradiction(ledger: Ledger, store: CheckpointStore, checkpoint: Checkpoint
     return why if action == Action.REFUSE and found.checkpoint else ""
 
 
-def readable_checkpoints(store: CheckpointStore) -> list[Checkpoint]:
-    """Return the valid checkpoints of a job that stand under their own run's name, oldest first."""
-    found = []
+def readable_checkpoints(
+    store: CheckpointStore,
+) -> tuple[list[Checkpoint], list[tuple[str, Path]]]:
+    """Return a job's valid checkpoints, oldest first, and the files that hold another run's."""
+    own, foreign = list[Checkpoint](), list[tuple[str, Path]]()
     for name in store.runs():
         with contextlib.suppress(BrokenCheckpoint):
             checkpoint, _ = parse_checkpoint(store.read(name) or b"")
             if checkpoint.run == name and checkpoint.job == store.folder.name:
-                found.append(checkpoint)
-    return sorted(found, key=attrgetter("event", "number"))
+                own.append(checkpoint)
+            else:
+                why = f"it is of run {checkpoint.run} of {checkpoint.job}"
+                foreign.append((why, store.path(name)))
+    return sorted(own, key=attrgetter("event", "number")), foreign
 
 
 def set_aside(paths: list[Path], folder: Path) -> list[Path]:
@@ -11357,11 +11365,17 @@ class Repair(NamedTuple):
 
     lost: str  # why the ledger must be made anew; empty if it can be kept
     adopt: list[tuple[str, Checkpoint]]  # the checkpoints to take over, each with the reason
+    # files of runs that the ledger does not know, which hold another run's, each with the reason
+    strays: Sequence[tuple[str, Path]] = ()
 
 
 def find_repair(state: StateDirectory) -> Repair:
     """Return what has to be repaired, changing nothing."""
-    found = [pair for store in state.stores() for pair in readable_checkpoints(store)]
+    found, strays = list[Checkpoint](), list[tuple[str, Path]]()
+    for store in state.stores():
+        own, foreign = readable_checkpoints(store)
+        found += own
+        strays += foreign
     adopt = list[tuple[str, Checkpoint]]()
     try:
         with state.reading() as ledger:
@@ -11369,11 +11383,13 @@ def find_repair(state: StateDirectory) -> Repair:
             for checkpoint in found if not lost else ():
                 if why := contradiction(ledger, state.store(checkpoint.job), checkpoint):
                     adopt.append((why, checkpoint))
+            if not lost:
+                strays = [pair for pair in strays if not ledger.run_with_id(pair[1].stem)]
     except PersonNeeded as error:
         lost = error.what
     if lost:
         adopt = [("the ledger is lost", checkpoint) for checkpoint in found]
-    return Repair(lost, adopt)
+    return Repair(lost, adopt, strays)
 
 
 def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path]:
@@ -11395,13 +11411,18 @@ def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path
 def _repair_at_rest(state: StateDirectory, repair: Repair, host: Host) -> list[Path]:
     """Repair with all locks held: nothing moves any more."""
     now = find_repair(state)
-    if now.lost != repair.lost or any(pair not in now.adopt for pair in repair.adopt):
+    same = {*repair.strays} <= {*now.strays} and all(pair in now.adopt for pair in repair.adopt)
+    if now.lost != repair.lost or not same:
         what = "Something ran since the look at what is to be repaired."
         raise Busy(what, unchanged="Nothing was changed.", todo="Look again: batchrun repair")
     path, checkpoints = state.ledger_path, [checkpoint for _, checkpoint in repair.adopt]
     files = [beside(path, suffix) for suffix in ("", "-wal", "-shm")]
     stored = [state.store(c.job).path(c.run) for c in checkpoints]
-    aside = set_aside(files + stored, state.path / "aside" / host.now().replace(":", ""))
+    folder = state.path / "aside" / host.now().replace(":", "")
+    aside = set_aside(files + stored if repair.lost or stored else [], folder)
+    for _, stray in repair.strays:
+        aside += set_aside([stray], folder / stray.parent.name)
+        stray.unlink()
     if repair.lost:
         for file in files:
             file.unlink(missing_ok=True)
@@ -17569,12 +17590,14 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> Result:
     app.state.require_fit(create=False)
     repair = find_repair(app.state)
     adopt = [(why, c) for why, c in repair.adopt if repair.lost or c.run.startswith(run or "")]
-    if run and not repair.lost and not adopt:
+    strays = [(why, path) for why, path in repair.strays if path.stem.startswith(run or "")]
+    if run and not repair.lost and not adopt and not strays:
         with app.ledger(write=False) as ledger:
             app.find_run(ledger, run)
-    repair = Repair(repair.lost, adopt)
+    repair = Repair(repair.lost, adopt, strays)
     lines = [f"the ledger is made anew: {repair.lost}"] if repair.lost else []
     lines += [f"run {c.run} of {c.job}: {why}; adopt its commit {c.number}" for why, c in adopt]
+    lines += [f"{path}: {why}; move it aside" for why, path in strays]
     documents = [{"run": c.run, "job": c.job, "number": c.number, "why": why} for why, c in adopt]
     aside: list[Path] = []
     if apply and lines:
@@ -17584,6 +17607,7 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> Result:
     todo = "to do it: " + " ".join(["batchrun repair", *([run] if run else []), "--apply"])
     lines += [todo] * (bool(lines) and not apply)
     document = {"lost": repair.lost, "repairs": documents, "applied": apply, "aside": aside}
+    document["strays"] = [path for _, path in strays]
     text = "\n".join(lines) or "nothing to repair"
     return Result(text, document, found=bool(lines) and not apply)
 

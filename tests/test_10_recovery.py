@@ -907,10 +907,8 @@ def test_a_checkpoint_that_vanishes_under_a_worker_is_not_record_1_again(shop: S
     shop.checkpoint.unlink()
     os.kill(supervisor, signal.SIGCONT)
     assert shop.project.finish(process).code == 13
-    assert shop.goes_on() == [
-        f"the checkpoint {shop.checkpoint} was restored from the ledger's copy of commit 2:"
-        " it is missing"
-    ]
+    at = "restored from the ledger's copy of commit 2"
+    assert shop.goes_on() == [f"the checkpoint {shop.checkpoint} was {at}: it is missing"]
 
 
 def test_a_pause_that_was_asked_for_outlives_its_owner(shop: Shop) -> None:
@@ -1022,3 +1020,23 @@ def test_root_reads_another_owners_state_and_makes_no_file(shop: Shop) -> None:
     refused = shop.batchrun("run", "sync")
     assert refused.code == 5
     assert "sudo -u 12345 batchrun" in refused.err
+
+
+@pytest.mark.parametrize("job", ["sync", "other"])
+def test_a_file_that_names_another_run_than_its_own_is_moved_aside_by_a_repair(
+    paused: Shop, job: str
+) -> None:
+    shop, own, stray = paused, paused.checkpoint, paused.store(job).path("0123456789")
+    stray.parent.mkdir(exist_ok=True)
+    shutil.copy(own, stray)
+    assert shop.batchrun("check").code == 13
+    told = f"{stray}: it is of run {own.stem} of sync; move it aside\n"
+    shown = shop.batchrun("repair")
+    assert (shown.code, shown.out) == (3, f"{told}to do it: batchrun repair --apply\n")
+    content = stray.read_bytes()
+    done = shop.batchrun("--json", "repair", "--apply")
+    (aside,) = done.document["aside"]
+    assert (done.code, stray.exists(), Path(aside).read_bytes()) == (0, False, content)
+    assert shop.batchrun("repair").out == "nothing to repair\n"
+    assert shop.batchrun("check").code == 0
+    assert shop.goes_on() == []

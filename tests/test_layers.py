@@ -27,14 +27,14 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Health": 840,
     "Jobs": 2_860,
     "Operations": 630,
-    "Recovery": 1_140,
+    "Recovery": 1_160,
     "Worker": 950,
     "Supervisor": 1_960,
     "Reports": 1_550,
-    "Command line": 1_800,
+    "Command line": 1_805,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 18_238  # must stay under
+LINES_IN_ALL = 18_262  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 
