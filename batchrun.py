@@ -3184,7 +3184,7 @@ def parse_checkpoint(content: bytes) -> tuple[Checkpoint, str]:
     if len(content) > CHECKPOINT_MAX_BYTES:
         raise BrokenCheckpoint(f"it is larger than {CHECKPOINT_MAX_BYTES:,} bytes")
     if length != str(len(body)) or digest != sha256(body).hexdigest():
-        raise BrokenCheckpoint(f"torn or changed: {len(body)} bytes, {length} were written")
+        raise BrokenCheckpoint(f"it is torn or changed: {len(body)} bytes, {length} were written")
     return _checkpoint_of(body), digest
 
 
@@ -5818,10 +5818,22 @@ def require_sqlite(version: str) -> None:
 
 
 def require_known_version(connection: apsw.Connection, path: Path) -> int:
-    """Return the ledger's version, unless a newer batchrun wrote it, or migrated it meanwhile."""
+    """Return the ledger's version: ours, or one from which there is a way to ours.
+
+    Raises:
+        NewerFormat: a newer batchrun wrote it, or migrated it meanwhile.
+        StateDirectoryError: there is no way from its version to ours; untouched.
+    """
     version = int(cast("int", connection.pragma("user_version")))
     if version > SCHEMA_VERSION:
         raise NewerFormat(f"The ledger {path} has version", version, SCHEMA_VERSION)
+    if any(step not in MIGRATIONS for step in range(version, SCHEMA_VERSION)):
+        raise StateDirectoryError(
+            f"The ledger {path} has version {version}, older than any that can be migrated.",
+            unchanged="It was not touched.",
+            todo="Put the ledger back from a backup; if there is none, move it away, then type:"
+            " batchrun repair",
+        )
     return version
 
 
@@ -6007,18 +6019,11 @@ def _migrate(path: Path, connection: apsw.Connection, host: Host) -> None:
     """Bring an older ledger to our version in one transaction, after an online backup.
 
     Raises:
-        StateDirectoryError: there is no way from its version to ours; untouched.
         Busy: a job is running, perhaps in an older batchrun that does not know the new version.
     """
     with _alone_in(path.parent, host), _all_jobs_stopped(path.parent / "locks"):
         version = require_known_version(connection, path)
         steps = range(version, SCHEMA_VERSION)
-        if any(step not in MIGRATIONS for step in steps):
-            raise StateDirectoryError(
-                f"The ledger {path} has version {version}, older than any that can be migrated.",
-                unchanged="It was not touched.",
-                todo="See `batchrun check`.",
-            )
         if steps:
             _back_up(connection, beside(path, f".version{version}"))
         connection.execute("BEGIN IMMEDIATE")
@@ -10847,6 +10852,9 @@ def no_fresh_start(run: Run, unknown: Sequence[Operation]) -> PersonNeeded:
 #
 # What a start finds, first row that applies. Nothing is written before the verdict; the admission
 # then does what it says, in its own transaction. Nothing here ever begins at record 1 silently.
+# A file that holds another run's checkpoint than its name says is as a broken one: it tells nothing
+# of this run, and is moved aside where the ledger does not know that name.
+#
 # What a start refuses, `repair` mends: it copies everything aside, then lets the ledger stand where
 # the checkpoints do.
 #
@@ -10874,12 +10882,11 @@ class Found(NamedTuple):
     """What a start finds of one run."""
 
     run: Run  # the ledger's row
-    ledger: str  # the ledger's uuid
     newest_event: int  # the highest event id in the ledger
     newest_operation: int  # likewise
-    checkpoint: Checkpoint | None  # what the file holds; None if it is missing or broken
+    checkpoint: Checkpoint | None  # what the file holds; None if missing, broken or another run's
     digest: str  # its hash
-    broken: str  # why the file is not valid; empty if it is valid or missing
+    broken: str  # why it is no valid file of this run; empty if it is one or missing
     ancestor: str | None  # the hash that the ledger has for the checkpoint's number, if it has one
     copy: bytes | None  # the ledger's own copy of the newest checkpoint, if it is valid
 
@@ -10896,8 +10903,7 @@ class Found(NamedTuple):
     @property
     def fault(self) -> str:
         """What is wrong with the file, in words."""
-        older = "older than the ledger" if self.checkpoint else "missing"
-        return self.broken or older
+        return self.broken or f"it is {'older than the ledger' if self.checkpoint else 'missing'}"
 
 
 VERDICTS: tuple[tuple[Action, str, Callable[[Found], bool]], ...] = (
@@ -10915,11 +10921,6 @@ VERDICTS: tuple[tuple[Action, str, Callable[[Found], bool]], ...] = (
         Action.REWRITE,
         "the checkpoint is missing or broken; the ledger has its bytes",
         lambda f: f.checkpoint is None,
-    ),
-    (
-        Action.REFUSE,
-        "the checkpoint belongs to another ledger, job or run",
-        lambda f: (f.file.ledger, f.file.job, f.file.run) != (f.ledger, f.run.job, f.run.id),
     ),
     (
         Action.REFUSE,
@@ -10967,13 +10968,23 @@ def look(ledger: Ledger, store: CheckpointStore, run: Run) -> Found:
         content = store.read(run.id)
         if content is not None:
             checkpoint, digest = parse_checkpoint(content)
+            if digest != run.hash:
+                require_own(ledger, run, checkpoint)
     except BrokenCheckpoint as error:
-        broken = error.what
+        checkpoint, digest, broken = None, "", error.what
     behind = checkpoint is not None and checkpoint.number < run.number
     row = ledger.commit_row(run, checkpoint.number) if checkpoint and behind else None
     ancestor, copy = row.hash if row else None, valid_copy(run)
     newest = (ledger.newest_event(), ledger.newest_operation())
-    return Found(run, ledger.uuid, *newest, checkpoint, digest, broken, ancestor, copy)
+    return Found(run, *newest, checkpoint, digest, broken, ancestor, copy)
+
+
+def require_own(ledger: Ledger, run: Run, checkpoint: Checkpoint) -> None:
+    """Refuse the checkpoint of another run under this one's name: it tells nothing of this one."""
+    if (checkpoint.job, checkpoint.run) != (run.job, run.id):
+        raise BrokenCheckpoint(f"it is of run {checkpoint.run} of {checkpoint.job}")
+    if checkpoint.ledger != ledger.uuid:
+        raise BrokenCheckpoint("it is of another ledger")
 
 
 def valid_copy(run: Run) -> bytes | None:
@@ -10999,8 +11010,8 @@ def agree(ledger: Ledger, store: CheckpointStore, run: Run, *, anew: bool) -> Ag
     if action == Action.REFUSE:
         raise cannot_agree(found, why, path)
     if action == Action.REWRITE:
-        at = f"restored from the ledger's copy of commit {run.number}"
-        return Agreement(f"the checkpoint {path} was {found.fault}: {at}", content=found.copy)
+        said = f"the checkpoint {path} was restored from the ledger's copy of commit {run.number}"
+        return Agreement(f"{said}: {found.fault}", content=found.copy)
     content = checkpoint_bytes(found.file)[0] if anew and action != Action.START else None
     if action == Action.FORWARD:
         held = f"commit {found.file.number} was in the checkpoint only"
@@ -11030,22 +11041,29 @@ def cannot_agree(found: Found, why: str, path: Path) -> PersonNeeded:
 
 def way_out(found: Found) -> str:
     """Return what to do about what a start refuses: a repair needs a file that names the run."""
-    file, run = found.checkpoint, found.run
-    can_repair = file is not None and (file.job, file.run) == (run.job, run.id)
-    way = "see: batchrun repair" if can_repair else f"begin anew: batchrun run {run.job} --fresh"
+    anew = f"begin anew: batchrun run {found.run.job} --fresh"
+    way = "see: batchrun repair" if found.checkpoint else anew
     return f"Put the right files back from a backup, or {way}"
 
 
 def require_witnesses_known(ledger: Ledger, store: CheckpointStore) -> None:
-    """Refuse a ledger that does not know a run of which there is a checkpoint (PersonNeeded)."""
+    """Refuse a ledger that does not know a run, or what it did, of which a checkpoint tells.
+
+    One commit ahead that hangs on the ledger's newest is no loss: the run was killed within that
+    commit, and cancelled.
+
+    Raises:
+        PersonNeeded: `repair` lists what it is about.
+    """
     for name in store.runs():
         run = ledger.run_with_id(name)
         if run is None:
             raise ledger_lost(ledger.path, f"it does not know the run of {store.path(name)}")
         if run.finished:
             found = look(ledger, store, run)
-            if found.checkpoint is not None and found.ahead > 0:
-                raise ledger_lost(ledger.path, f"{store.path(name)} is {found.ahead} commits ahead")
+            if found.checkpoint and found.ahead > 0 and verdict(found)[0] == Action.REFUSE:
+                ahead = several(found.ahead, "commit")
+                raise ledger_lost(ledger.path, f"{store.path(name)} is {ahead} ahead")
 
 
 def retire_witnesses(ledger: Ledger, store: CheckpointStore) -> None:
@@ -11230,19 +11248,25 @@ def contradiction(ledger: Ledger, store: CheckpointStore, checkpoint: Checkpoint
     run = ledger.run_with_id(checkpoint.run)
     if run is None:
         return "the ledger does not know this run"
-    action, why = verdict(look(ledger, store, run))
-    return why if action == Action.REFUSE else ""
+    found = look(ledger, store, run)
+    action, why = verdict(found)
+    return why if action == Action.REFUSE and found.checkpoint else ""
 
 
-def readable_checkpoints(store: CheckpointStore) -> list[Checkpoint]:
-    """Return the valid checkpoints of a job that stand under their own run's name, oldest first."""
-    found = []
+def readable_checkpoints(
+    store: CheckpointStore,
+) -> tuple[list[Checkpoint], list[tuple[str, Path]]]:
+    """Return a job's valid checkpoints, oldest first, and the files that hold another run's."""
+    own, foreign = list[Checkpoint](), list[tuple[str, Path]]()
     for name in store.runs():
         with contextlib.suppress(BrokenCheckpoint):
             checkpoint, _ = parse_checkpoint(store.read(name) or b"")
             if checkpoint.run == name and checkpoint.job == store.folder.name:
-                found.append(checkpoint)
-    return sorted(found, key=attrgetter("event", "number"))
+                own.append(checkpoint)
+            else:
+                why = f"it is of run {checkpoint.run} of {checkpoint.job}"
+                foreign.append((why, store.path(name)))
+    return sorted(own, key=attrgetter("event", "number")), foreign
 
 
 def set_aside(paths: list[Path], folder: Path) -> list[Path]:
@@ -11341,11 +11365,17 @@ class Repair(NamedTuple):
 
     lost: str  # why the ledger must be made anew; empty if it can be kept
     adopt: list[tuple[str, Checkpoint]]  # the checkpoints to take over, each with the reason
+    # files of runs that the ledger does not know, which hold another run's, each with the reason
+    strays: Sequence[tuple[str, Path]] = ()
 
 
 def find_repair(state: StateDirectory) -> Repair:
     """Return what has to be repaired, changing nothing."""
-    found = [pair for store in state.stores() for pair in readable_checkpoints(store)]
+    found, strays = list[Checkpoint](), list[tuple[str, Path]]()
+    for store in state.stores():
+        own, foreign = readable_checkpoints(store)
+        found += own
+        strays += foreign
     adopt = list[tuple[str, Checkpoint]]()
     try:
         with state.reading() as ledger:
@@ -11353,11 +11383,13 @@ def find_repair(state: StateDirectory) -> Repair:
             for checkpoint in found if not lost else ():
                 if why := contradiction(ledger, state.store(checkpoint.job), checkpoint):
                     adopt.append((why, checkpoint))
+            if not lost:
+                strays = [pair for pair in strays if not ledger.run_with_id(pair[1].stem)]
     except PersonNeeded as error:
         lost = error.what
     if lost:
         adopt = [("the ledger is lost", checkpoint) for checkpoint in found]
-    return Repair(lost, adopt)
+    return Repair(lost, adopt, strays)
 
 
 def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path]:
@@ -11379,13 +11411,18 @@ def apply_repair(state: StateDirectory, repair: Repair, host: Host) -> list[Path
 def _repair_at_rest(state: StateDirectory, repair: Repair, host: Host) -> list[Path]:
     """Repair with all locks held: nothing moves any more."""
     now = find_repair(state)
-    if now.lost != repair.lost or any(pair not in now.adopt for pair in repair.adopt):
+    same = {*repair.strays} <= {*now.strays} and all(pair in now.adopt for pair in repair.adopt)
+    if now.lost != repair.lost or not same:
         what = "Something ran since the look at what is to be repaired."
         raise Busy(what, unchanged="Nothing was changed.", todo="Look again: batchrun repair")
     path, checkpoints = state.ledger_path, [checkpoint for _, checkpoint in repair.adopt]
     files = [beside(path, suffix) for suffix in ("", "-wal", "-shm")]
     stored = [state.store(c.job).path(c.run) for c in checkpoints]
-    aside = set_aside(files + stored, state.path / "aside" / host.now().replace(":", ""))
+    folder = state.path / "aside" / host.now().replace(":", "")
+    aside = set_aside(files + stored if repair.lost or stored else [], folder)
+    for _, stray in repair.strays:
+        aside += set_aside([stray], folder / stray.parent.name)
+        stray.unlink()
     if repair.lost:
         for file in files:
             file.unlink(missing_ok=True)
@@ -17585,12 +17622,14 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> Result:
     app.state.require_fit(create=False)
     repair = find_repair(app.state)
     adopt = [(why, c) for why, c in repair.adopt if repair.lost or c.run.startswith(run or "")]
-    if run and not repair.lost and not adopt:
+    strays = [(why, path) for why, path in repair.strays if path.stem.startswith(run or "")]
+    if run and not repair.lost and not adopt and not strays:
         with app.ledger(write=False) as ledger:
             app.find_run(ledger, run)
-    repair = Repair(repair.lost, adopt)
+    repair = Repair(repair.lost, adopt, strays)
     lines = [f"the ledger is made anew: {repair.lost}"] if repair.lost else []
     lines += [f"run {c.run} of {c.job}: {why}; adopt its commit {c.number}" for why, c in adopt]
+    lines += [f"{path}: {why}; move it aside" for why, path in strays]
     documents = [{"run": c.run, "job": c.job, "number": c.number, "why": why} for why, c in adopt]
     aside: list[Path] = []
     if apply and lines:
@@ -17600,6 +17639,7 @@ def repair_command(app: App, *, run: str | None, apply: bool) -> Result:
     todo = "to do it: " + " ".join(["batchrun repair", *([run] if run else []), "--apply"])
     lines += [todo] * (bool(lines) and not apply)
     document = {"lost": repair.lost, "repairs": documents, "applied": apply, "aside": aside}
+    document["strays"] = [path for _, path in strays]
     text = "\n".join(lines) or "nothing to repair"
     return Result(text, document, found=bool(lines) and not apply)
 

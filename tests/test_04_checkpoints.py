@@ -115,8 +115,8 @@ def test_a_checkpoint_with_any_bit_flipped_is_refused() -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (CONTENT + b"\n", "torn or changed"),
-        (CONTENT + CONTENT, "torn or changed"),
+        (CONTENT + b"\n", "it is torn or changed"),
+        (CONTENT + CONTENT, "it is torn or changed"),
         (bytes(400), "it does not begin with a header of batchrun-checkpoint"),
         (b"", "it does not begin with a header of batchrun-checkpoint"),
         (sealed(CONTENT.partition(b"\n")[2] * 2), "its body is not JSON"),

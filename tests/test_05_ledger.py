@@ -1243,13 +1243,18 @@ def test_a_newer_ledger_is_refused_untouched(at_rest: Path) -> None:
     )
 
 
-def test_a_ledger_without_a_version_is_refused_untouched(at_rest: Path) -> None:
+def test_a_ledger_without_a_version_is_refused_untouched_by_all_alike(at_rest: Path) -> None:
     with_version(at_rest, 0)
-    assert str(refusal_of(at_rest)) == (
+    letter = (
         f"The ledger {at_rest} has version 0, older than any that can be migrated.\n"
         "It was not touched.\n"
-        "See `batchrun check`."
+        "Put the ledger back from a backup; if there is none, move it away, then type:"
+        " batchrun repair"
     )
+    assert str(refusal_of(at_rest)) == letter
+    with pytest.raises(StateDirectoryError) as to_read:
+        open_ledger(at_rest, HOST, create=False, write=False)
+    assert str(to_read.value) == letter
 
 
 def test_an_older_ledger_is_migrated_after_a_backup(
@@ -1364,6 +1369,7 @@ def test_an_older_ledger_of_another_owner_is_not_migrated(
     at_rest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batchrun, "SCHEMA_VERSION", NEXT)
+    monkeypatch.setattr(batchrun, "MIGRATIONS", {NOW: "ALTER TABLE run ADD COLUMN colour TEXT"})
     OtherOwner(monkeypatch)
     with pytest.raises(StateDirectoryError, match=f"has version {NOW}, not migrated to {NEXT} yet"):
         open_ledger(at_rest, HOST, create=False, write=False)

@@ -304,7 +304,7 @@ def become_pipe(path: Path) -> None:
 
 
 BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (Path.unlink, "missing"),
+    "missing": (Path.unlink, "it is missing"),
     "empty": (
         lambda path: path.write_bytes(b""),
         "it does not begin with a header of batchrun-checkpoint",
@@ -313,8 +313,8 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: path.write_bytes(bytes(400)),
         "it does not begin with a header of batchrun-checkpoint",
     ),
-    "cut": (cut, "torn or changed"),
-    "flipped": (flip, "torn or changed"),
+    "cut": (cut, "it is torn or changed"),
+    "flipped": (flip, "it is torn or changed"),
     "a link": (become_link, "it is a link or a socket, not a file"),
     "a pipe": (become_pipe, "it is a directory or a pipe, not a file"),
 }
@@ -328,8 +328,8 @@ def test_a_checkpoint_that_is_missing_or_broken_is_restored_from_the_ledger(
     break_it, state = BREAKS[how]
     break_it(path)
     (said,) = paused.admitted()
-    assert said.startswith(f"the checkpoint {path} was {state}")
-    assert said.endswith(": restored from the ledger's copy of commit 2")
+    at = "restored from the ledger's copy of commit 2"
+    assert said.startswith(f"the checkpoint {path} was {at}: {state}")
     assert path.read_bytes() == content
     assert not path.is_symlink()
     assert paused.admitted() == [f"run {path.stem} was left by its owner: interrupted"]
@@ -338,7 +338,7 @@ def test_a_checkpoint_that_is_missing_or_broken_is_restored_from_the_ledger(
 def test_a_restored_checkpoint_is_said_and_gone_on_at(paused: Shop) -> None:
     cut(paused.checkpoint)
     (said,) = paused.goes_on()
-    assert said.startswith(f"the checkpoint {paused.checkpoint} was torn or changed")
+    assert said.startswith(f"the checkpoint {paused.checkpoint} was restored from ")
 
 
 def test_a_broken_checkpoint_without_a_sound_copy_is_refused(paused: Shop) -> None:
@@ -399,8 +399,8 @@ def test_an_older_checkpoint_of_the_same_chain_is_restored_from_the_ledger(shop:
     shop.checkpoint.write_bytes(old)
     assert shop.goes_on() == [
         (
-            f"the checkpoint {shop.checkpoint} was older than the ledger: restored from the"
-            " ledger's copy of commit 3"
+            f"the checkpoint {shop.checkpoint} was restored from the ledger's copy of commit 3:"
+            " it is older than the ledger"
         )
     ]
 
@@ -430,18 +430,6 @@ REFUSED: dict[str, tuple[Callable[[Checkpoint], dict[str, Any]], str]] = {
         lambda c: {"event": c.event + 1000},
         "the ledger is behind the events that the checkpoint names",
     ),
-    "another ledger": (
-        lambda _: {"ledger": "0" * 32},
-        "the checkpoint belongs to another ledger, job or run",
-    ),
-    "another job": (
-        lambda _: {"job": "other"},
-        "the checkpoint belongs to another ledger, job or run",
-    ),
-    "another run": (
-        lambda _: {"run": "0000000000"},
-        "the checkpoint belongs to another ledger, job or run",
-    ),
 }
 
 
@@ -455,14 +443,73 @@ def test_a_checkpoint_that_contradicts_the_ledger_is_refused(paused: Shop, how: 
         paused.admitted()
     letter = str(refusal.value)
     assert letter.startswith(f"Run {run} of sync cannot go on: {why}.\nFound {paused.checkpoint}: ")
-    named_here = how not in ("another job", "another run")  # else a repair cannot adopt it
-    way = "see: batchrun repair" if named_here else "begin anew: batchrun run sync --fresh"
-    assert letter.endswith(
-        f"Nothing was changed.\nPut the right files back from a backup, or {way}"
-    )
-    assert paused.batchrun("repair").code == (3 if named_here else 0)
+    way = "Put the right files back from a backup, or see: batchrun repair"
+    assert letter.endswith(f"Nothing was changed.\n{way}")
+    assert paused.batchrun("repair").code == 3
     assert paused.findings() == [f"run {run} of sync: {why}"]
     assert (paused.checkpoint.read_bytes(), paused.sql("SELECT * FROM run")) == (before, rows)
+
+
+FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
+    "another ledger": ({"ledger": "0" * 32}, "it is of another ledger"),
+    "another job": ({"job": "other", "number": 6}, "it is of run {run} of other"),
+    "another run": ({"run": "0000000000", "number": 6}, "it is of run 0000000000 of sync"),
+}
+
+
+@pytest.mark.parametrize("how", FOREIGN)
+def test_the_file_of_another_run_is_replaced_by_the_ledgers_copy(paused: Shop, how: str) -> None:
+    shop, path, content = paused, paused.checkpoint, paused.checkpoint.read_bytes()
+    fields, why = FOREIGN[how]
+    shop.craft(**fields)
+    why = why.format(run=path.stem)
+    checked = shop.batchrun("check")
+    assert (
+        checked.code,
+        f"\n  {why}\n  to type: batchrun resume {path.stem}\n" in checked.out,
+    ) == (
+        3,
+        True,
+    )
+    assert shop.batchrun("repair").out == "nothing to repair\n"
+    (said,) = shop.admitted()
+    assert said.startswith(f"the checkpoint {path} was restored from the ledger's copy of commit 2")
+    assert said.endswith(f": {why}")
+    assert path.read_bytes() == content
+    assert shop.goes_on() == []
+
+
+def test_the_file_of_another_job_is_no_witness_against_the_ledger(paused: Shop) -> None:
+    shop, run = paused, paused.read().run
+    shop.craft(job="other", run="0000000000", number=6)
+    shop.sql("UPDATE run SET checkpoint = NULL")
+    letter = shop.refuses()
+    assert f"Found {shop.checkpoint}: it is of run 0000000000 of other; in the ledger: " in letter
+    assert "Known to be lost: where it stood.\n" in letter
+    assert letter.endswith(", or begin anew: batchrun run sync --fresh\n")
+    assert shop.batchrun("repair").out == "nothing to repair\n"
+    (shop.project.folder / "out.db").unlink()
+    assert shop.batchrun("run", "sync", "--fresh", "--batches", "2").code == 75
+    assert f"to type: batchrun resume {run}" not in shop.batchrun("status", "sync").out
+    assert shop.batchrun("check").out == "ledger and checkpoints agree\n"
+    assert shop.batchrun("resume", "--all").code == 0
+    assert (shop.records(), shop.findings()) == (list(range(1, 51)), [])
+
+
+@pytest.mark.parametrize("how", ["cancel", "fresh"])
+def test_a_run_killed_within_its_commit_can_be_cancelled_or_begun_anew(
+    shop: Shop, how: str
+) -> None:
+    shop.killed_at("checkpoint.fsync@3")
+    if how == "cancel":
+        assert shop.batchrun("cancel", shop.read().run).code == 0
+        assert shop.batchrun("check").out == "ledger and checkpoints agree\n"
+        (shop.project.folder / "out.db").unlink()
+    else:
+        (shop.project.folder / "out.db").unlink()
+        assert shop.batchrun("run", "sync", "--fresh", "--batches", "2").code == 75
+        assert shop.batchrun("check").out == "ledger and checkpoints agree\n"
+    assert shop.goes_on() == []
 
 
 def test_a_checkpoint_ahead_is_refused_and_says_what_is_lost(paused: Shop) -> None:
@@ -634,6 +681,20 @@ def test_a_newer_format_is_refused_untouched(paused: Shop) -> None:
     now = SCHEMA_VERSION
     shop.sql(f"PRAGMA user_version = {now + 1}")
     assert f"has version {now + 1}; this batchrun knows {now}." in shop.refuses(5)
+
+
+def test_a_ledger_without_a_version_is_told_alike_and_made_anew_once_moved_away(
+    paused: Shop,
+) -> None:
+    shop, way = paused, "Put the ledger back from a backup; if there is none, move it away"
+    shop.sql("PRAGMA user_version = 0")
+    for command in ("check", "repair", "status"):
+        ended = shop.batchrun(command)
+        assert (ended.code, way in ended.err) == (5, True), ended.err
+    assert way in shop.refuses(5)
+    shop.ledger.rename(shop.project.outputs / "moved.db")
+    assert shop.batchrun("repair", "--apply").code == 0
+    assert shop.goes_on() == []
 
 
 def test_a_full_disk_is_no_corruption_and_goes_on_when_there_is_room(shop: Shop) -> None:
@@ -846,9 +907,8 @@ def test_a_checkpoint_that_vanishes_under_a_worker_is_not_record_1_again(shop: S
     shop.checkpoint.unlink()
     os.kill(supervisor, signal.SIGCONT)
     assert shop.project.finish(process).code == 13
-    assert shop.goes_on() == [
-        f"the checkpoint {shop.checkpoint} was missing: restored from the ledger's copy of commit 2"
-    ]
+    at = "restored from the ledger's copy of commit 2"
+    assert shop.goes_on() == [f"the checkpoint {shop.checkpoint} was {at}: it is missing"]
 
 
 def test_a_pause_that_was_asked_for_outlives_its_owner(shop: Shop) -> None:
@@ -960,3 +1020,23 @@ def test_root_reads_another_owners_state_and_makes_no_file(shop: Shop) -> None:
     refused = shop.batchrun("run", "sync")
     assert refused.code == 5
     assert "sudo -u 12345 batchrun" in refused.err
+
+
+@pytest.mark.parametrize("job", ["sync", "other"])
+def test_a_file_that_names_another_run_than_its_own_is_moved_aside_by_a_repair(
+    paused: Shop, job: str
+) -> None:
+    shop, own, stray = paused, paused.checkpoint, paused.store(job).path("0123456789")
+    stray.parent.mkdir(exist_ok=True)
+    shutil.copy(own, stray)
+    assert shop.batchrun("check").code == 13
+    told = f"{stray}: it is of run {own.stem} of sync; move it aside\n"
+    shown = shop.batchrun("repair")
+    assert (shown.code, shown.out) == (3, f"{told}to do it: batchrun repair --apply\n")
+    content = stray.read_bytes()
+    done = shop.batchrun("--json", "repair", "--apply")
+    (aside,) = done.document["aside"]
+    assert (done.code, stray.exists(), Path(aside).read_bytes()) == (0, False, content)
+    assert shop.batchrun("repair").out == "nothing to repair\n"
+    assert shop.batchrun("check").code == 0
+    assert shop.goes_on() == []
