@@ -8148,9 +8148,11 @@ class PsycopgTarget(Target):
     """A psycopg 3 connection, autocommit or not."""
 
     def begin(self) -> None:
-        """Begin by statement under autocommit; otherwise the first statement does."""
-        if self.connection.autocommit:
-            self.connection.execute("BEGIN")
+        """Begin by statement; not under autocommit psycopg does so before any, an empty one too.
+
+        Otherwise one that nothing was sent in would look like one that the job has ended.
+        """
+        self.connection.execute("BEGIN" if self.connection.autocommit else "", prepare=False)
 
     def is_open(self) -> bool:
         """Ask the connection; one that is lost has none, and the next use says so."""

@@ -936,6 +936,27 @@ def test_a_transaction_that_the_job_ends_by_itself_is_refused(
     ]
 
 
+@pytest.mark.parametrize("call", ["commit", "rollback"])
+def test_a_transaction_that_the_job_ends_by_a_call_is_refused(stock: Stock, call: str) -> None:
+    ended = f"execute({call!r})" if "ctx.connect" in stock.opened else f"{call}()"  # apsw has none
+    write = "stock.execute('INSERT INTO t VALUES (77)')"
+    stock.write(f"with batch.transaction():\n    {write}\n    stock.{ended}\nyield batch")
+    what = "The job ended the transaction of 'main' inside transaction()."
+    assert stock.shop.letter().splitlines()[0] == what
+
+
+@pytest.mark.parametrize("body", ["pass", "batch.count(seen=len(batch))"])
+def test_a_transaction_without_a_statement_commits_its_mark(any_stock: Stock, body: str) -> None:
+    any_stock.write(
+        f"with batch.transaction():\n    {body}\nyield batch",
+        before="ctx.step('none', lambda rows: None, target=stock)\n",
+    )
+    ended = any_stock.shop.run()
+    assert (ended.code, any_stock.shop.commits()) == (0, 5), ended.err
+    marks = any_stock.ask("SELECT loop, number FROM batchrun_mark ORDER BY number")
+    assert marks == [("none", 1), ("main", 4)]
+
+
 def test_half_a_batch_is_rolled_back_when_the_job_raises(stock: Stock) -> None:
     stock.write(WRITE.replace("\nyield", "\n    if batch.number == 2: raise OSError\nyield"))
     assert stock.shop.letter().startswith("The job raised OSError in batch 2.")
