@@ -8338,12 +8338,31 @@ class Mark:
         self.spent_s += self._host.monotonic() - began
 
 
-def may_pass(error: Exception) -> bool:
+CAUSES_MAX = 20  # of an error, looked at
+MYSQL_PASSES = (1040, 1053, 1205, 1213, 1317, 1927)  # too many, shutdown, lock, deadlock, killed
+
+
+def may_pass(error: BaseException) -> bool:
     """Tell whether a driver's error may pass by itself: a lock is held, or the server is lost."""
     if (code := getattr(error, "sqlite_errorcode", None)) is not None:  # sqlite3's
         return code & 0xFF in (apsw.SQLITE_BUSY, apsw.SQLITE_LOCKED)
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    return not kinds.isdisjoint({"BusyError", "LockedError", "OperationalError"})
+    if kinds.isdisjoint({"BusyError", "LockedError", "OperationalError"}):
+        return False
+    code = error.args[0] if error.args else None
+    if isinstance(code, int):  # MySQL's drivers call all else an OperationalError, too
+        return code in MYSQL_PASSES or 2000 <= code < 3000
+    limit_exceeded = str(getattr(error, "sqlstate", None)).startswith("54")  # by a record, that is
+    return not limit_exceeded and type(error).__module__ != "sqlite3"
+
+
+def comes_of_loss(error: BaseException | None) -> bool:
+    """Tell whether an error, or one that it was raised for, may pass by itself."""
+    for _ in range(CAUSES_MAX):
+        if error is None or may_pass(error):
+            break
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error is not None and may_pass(error)
 
 
 def mark_in(path: Path, run: str, loop: str) -> int | None:
@@ -12289,7 +12308,7 @@ class Worker:
         if isinstance(error, Fatal):
             return False, "\nIt is not tried again: that is Fatal."
         is_open = self._context is not None and self._context._current is not None
-        in_halves = is_open and self._job_config.isolates
+        in_halves = is_open and self._job_config.isolates and not comes_of_loss(error)
         if asked is None or asked.retry_if is None:
             return IN_HALVES if in_halves else True, ""
         try:
@@ -12957,8 +12976,9 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #                  moves it on: a half is followed by another, after that it doubles, up to the
 #                  usual size. Half of one record is 0: the next worker passes that very record
 #                  over, in a commit with read 1 and rejected 1, without calling the job. Not for an
-#                  error to which retry_if says yes (the record did not cause it), nor outside a
-#                  batch. It needs a target: only that tells what of a batch was done
+#                  error to which retry_if says yes (the record did not cause it), nor for a lost
+#                  server or a held lock, nor outside a batch. It needs a target: only that tells
+#                  what of a batch was done
 #   poison         max_tries charged, and plan B is not to fail: the run awaits a person, whose
 #                  `resume` begins to count anew, as every start of a failed run does. Where the
 #                  outcome of operations is unknown, as of a lookup that fails, it awaits those
