@@ -7399,7 +7399,8 @@ def usage_text(usage: Usage) -> str:
 # `ctx.remembered`: the rows of the batches that are undone, newest batch first, last row first.
 #
 # With a target each record is applied exactly once; without, at least once, and at most one batch
-# is repeated.
+# is repeated. No batch is committed while another connection that connect() or enter() was asked
+# for has open writes, as far as its driver tells: its release would roll them back.
 
 S = TypeVar("S")
 
@@ -7642,6 +7643,9 @@ Let the error out of the job, or reject the records that cause it.""",
     "wrote after": """Batch {number} was yielded while its target has an open transaction.
 Writes after transaction() would be lost, or committed without the mark.
 Put all writes of the batch into its transaction().""",
+    "wrote aside": """Batch {number} was yielded while a connection of {driver} has open writes.
+At the end they would be rolled back, and the batch would count as done without them.
+Commit or roll back before the yield, or name it: ctx.batches(source, target=connection)""",
     "wrote before": """The target of {loop!r} has an open transaction with writes.
 batchrun would commit them together with its own mark, or roll them back.
 Commit them before, or write inside `with batch.transaction() as rows:`.""",
@@ -8085,6 +8089,12 @@ class Target:
         """Tell whether the open transaction has written, if the driver can tell."""
         return False
 
+    def loses_writes(self) -> bool:
+        """Tell likewise of a connection that is the job's own: closed maybe, or a thread's."""
+        with contextlib.suppress(Exception):
+            return self.is_open() and self.has_written()
+        return False
+
     def run_sql(self, sql: str, *bindings: object) -> Any:
         """Execute a statement written with `?`, and return its cursor."""
         cursor = self.connection.cursor()
@@ -8162,8 +8172,22 @@ class PsycopgTarget(Target):
         """Ask the server whether the transaction has an id yet, which only writers have."""
         if self.connection.info.transaction_status.name != "INTRANS":
             return True  # it failed: what it wrote is lost already
-        row = self.run_sql("SELECT pg_current_xact_id_if_assigned() IS NOT NULL AS id").fetchone()
-        return bool(_tuple(row)[0])
+        from psycopg.rows import tuple_row  # the job's own rows may be of any class
+
+        with self.connection.cursor(row_factory=tuple_row) as cursor:
+            cursor.execute("SELECT pg_current_xact_id_if_assigned() IS NOT NULL")
+            return bool(cursor.fetchone()[0])
+
+    def loses_writes(self) -> bool:
+        """Disturb nothing that is under way, and ask no server that may not know the question."""
+        about = self.connection.info
+        if not self.is_open() or about.transaction_status.name == "ACTIVE":  # it gives rows
+            return False
+        tells = about.vendor == "PostgreSQL" and about.server_version >= POSTGRES_TELLS
+        return tells and self.has_written()
+
+
+POSTGRES_TELLS = 130_000  # the version from which a server tells whether a transaction has written
 
 
 KEYS = ("first_key", "last_key", "cursor")
@@ -8725,6 +8749,7 @@ class Context(Generic[S]):
         self._frame, self._cleanups = JobFrame(), cleanups
         self._isolates, self._max_remembered = job_config.isolates, job_config.max_remembered_bytes
         self._loops: list[Loop] = []
+        self._held: list[Target] = []  # all connections of this attempt that can be targets
         self._met: list[tuple[str, str]] = []
         self._current: Batch | None = None
         self._broken: BaseException | None = None
@@ -8978,6 +9003,7 @@ class Context(Generic[S]):
             connection = open_database(text)
             name = f"connection {mask_secrets(text)}"
             self._cleanups.push(name, lambda _: close_connection(connection))
+            self._held.append(open_target(connection))
         return connection
 
     def enter(self, resource: Any) -> Any:
@@ -8990,6 +9016,8 @@ class Context(Generic[S]):
         is_dbapi = hasattr(resource, "rollback") and hasattr(resource, "cursor")
         if is_dbapi or isinstance(resource, apsw.Connection) or not hasattr(kind, "__enter__"):
             push(kind.__name__, lambda _: close_connection(resource))
+            with contextlib.suppress(JobError):  # it is none
+                self._held.append(open_target(resource))
             return resource
         entered, leave = kind.__enter__(resource), kind.__exit__
         push(kind.__name__, lambda why: leave(resource, why and type(why), why, None))
@@ -9158,11 +9186,20 @@ class Context(Generic[S]):
             expected = f"batch {batch.number}" if batch else "nothing: no batch is open"
             raise broken("yielded", what=what, expected=expected)
         batch._require_settled()
+        self._require_no_writes(batch)
         reach("batch.yielded", batch.number)
         loop = self._loops[-1]
         self._driver.commit(batch._link, loop.read_ahead if loop.reads_ahead else None)
         self._current = None
         loop.tell_committed()
+
+    def _require_no_writes(self, batch: Batch) -> None:
+        """Refuse writes that the end of the attempt would roll back, though the batch is done."""
+        own = batch._mark.target.connection if batch._mark else None
+        for held in self._held:
+            if held.connection is not own and held.loses_writes():
+                driver = type(held.connection).__module__.partition(".")[0]
+                raise broken("wrote aside", number=batch.number, driver=driver)
 
     def _require_complete(self) -> None:
         """Refuse a return that left something undone."""
