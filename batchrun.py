@@ -7404,7 +7404,8 @@ def usage_text(usage: Usage) -> str:
 # `ctx.remembered`: the rows of the batches that are undone, newest batch first, last row first.
 #
 # With a target each record is applied exactly once; without, at least once, and at most one batch
-# is repeated.
+# is repeated. No batch is committed while another connection that connect() or enter() was asked
+# for has open writes, as far as its driver tells: its release would roll them back.
 
 S = TypeVar("S")
 
@@ -7647,6 +7648,9 @@ Let the error out of the job, or reject the records that cause it.""",
     "wrote after": """Batch {number} was yielded while its target has an open transaction.
 Writes after transaction() would be lost, or committed without the mark.
 Put all writes of the batch into its transaction().""",
+    "wrote aside": """Batch {number} was yielded while a connection of {driver} has open writes.
+At the end they would be rolled back, and the batch would count as done without them.
+Commit or roll back before the yield, or name it: ctx.batches(source, target=connection)""",
     "wrote before": """The target of {loop!r} has an open transaction with writes.
 batchrun would commit them together with its own mark, or roll them back.
 Commit them before, or write inside `with batch.transaction() as rows:`.""",
@@ -8090,6 +8094,12 @@ class Target:
         """Tell whether the open transaction has written, if the driver can tell."""
         return False
 
+    def loses_writes(self) -> bool:
+        """Tell likewise of a connection that is the job's own: closed maybe, or a thread's."""
+        with contextlib.suppress(Exception):
+            return self.is_open() and self.has_written()
+        return False
+
     def run_sql(self, sql: str, *bindings: object) -> Any:
         """Execute a statement written with `?`, and return its cursor."""
         cursor = self.connection.cursor()
@@ -8153,9 +8163,11 @@ class PsycopgTarget(Target):
     """A psycopg 3 connection, autocommit or not."""
 
     def begin(self) -> None:
-        """Begin by statement under autocommit; otherwise the first statement does."""
-        if self.connection.autocommit:
-            self.connection.execute("BEGIN")
+        """Begin by statement; not under autocommit psycopg does so before any, an empty one too.
+
+        Otherwise one that nothing was sent in would look like one that the job has ended.
+        """
+        self.connection.execute("BEGIN" if self.connection.autocommit else "", prepare=False)
 
     def is_open(self) -> bool:
         """Ask the connection; one that is lost has none, and the next use says so."""
@@ -8165,8 +8177,22 @@ class PsycopgTarget(Target):
         """Ask the server whether the transaction has an id yet, which only writers have."""
         if self.connection.info.transaction_status.name != "INTRANS":
             return True  # it failed: what it wrote is lost already
-        row = self.run_sql("SELECT pg_current_xact_id_if_assigned() IS NOT NULL AS id").fetchone()
-        return bool(_tuple(row)[0])
+        from psycopg.rows import tuple_row  # the job's own rows may be of any class
+
+        with self.connection.cursor(row_factory=tuple_row) as cursor:
+            cursor.execute("SELECT pg_current_xact_id_if_assigned() IS NOT NULL")
+            return bool(cursor.fetchone()[0])
+
+    def loses_writes(self) -> bool:
+        """Disturb nothing that is under way, and ask no server that may not know the question."""
+        about = self.connection.info
+        if not self.is_open() or about.transaction_status.name == "ACTIVE":  # it gives rows
+            return False
+        tells = about.vendor == "PostgreSQL" and about.server_version >= POSTGRES_TELLS
+        return tells and self.has_written()
+
+
+POSTGRES_TELLS = 130_000  # the version from which a server tells whether a transaction has written
 
 
 KEYS = ("first_key", "last_key", "cursor")
@@ -8341,12 +8367,31 @@ class Mark:
         self.spent_s += self._host.monotonic() - began
 
 
-def may_pass(error: Exception) -> bool:
+CAUSES_MAX = 20  # of an error, looked at
+MYSQL_PASSES = (1040, 1053, 1205, 1213, 1317, 1927)  # too many, shutdown, lock, deadlock, killed
+
+
+def may_pass(error: BaseException) -> bool:
     """Tell whether a driver's error may pass by itself: a lock is held, or the server is lost."""
     if (code := getattr(error, "sqlite_errorcode", None)) is not None:  # sqlite3's
         return code & 0xFF in (apsw.SQLITE_BUSY, apsw.SQLITE_LOCKED)
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    return not kinds.isdisjoint({"BusyError", "LockedError", "OperationalError"})
+    if kinds.isdisjoint({"BusyError", "LockedError", "OperationalError"}):
+        return False
+    code = error.args[0] if error.args else None
+    if isinstance(code, int):  # MySQL's drivers call all else an OperationalError, too
+        return code in MYSQL_PASSES or 2000 <= code < 3000
+    limit_exceeded = str(getattr(error, "sqlstate", None)).startswith("54")  # by a record, that is
+    return not limit_exceeded and type(error).__module__ != "sqlite3"
+
+
+def comes_of_loss(error: BaseException | None) -> bool:
+    """Tell whether an error, or one that it was raised for, may pass by itself."""
+    for _ in range(CAUSES_MAX):
+        if error is None or may_pass(error):
+            break
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error is not None and may_pass(error)
 
 
 def mark_in(path: Path, run: str, loop: str) -> int | None:
@@ -8709,6 +8754,7 @@ class Context(Generic[S]):
         self._frame, self._cleanups = JobFrame(), cleanups
         self._isolates, self._max_remembered = job_config.isolates, job_config.max_remembered_bytes
         self._loops: list[Loop] = []
+        self._held: list[Target] = []  # all connections of this attempt that can be targets
         self._met: list[tuple[str, str]] = []
         self._current: Batch | None = None
         self._broken: BaseException | None = None
@@ -8962,6 +9008,7 @@ class Context(Generic[S]):
             connection = open_database(text)
             name = f"connection {mask_secrets(text)}"
             self._cleanups.push(name, lambda _: close_connection(connection))
+            self._held.append(open_target(connection))
         return connection
 
     def enter(self, resource: Any) -> Any:
@@ -8974,6 +9021,8 @@ class Context(Generic[S]):
         is_dbapi = hasattr(resource, "rollback") and hasattr(resource, "cursor")
         if is_dbapi or isinstance(resource, apsw.Connection) or not hasattr(kind, "__enter__"):
             push(kind.__name__, lambda _: close_connection(resource))
+            with contextlib.suppress(JobError):  # it is none
+                self._held.append(open_target(resource))
             return resource
         entered, leave = kind.__enter__(resource), kind.__exit__
         push(kind.__name__, lambda why: leave(resource, why and type(why), why, None))
@@ -9142,11 +9191,20 @@ class Context(Generic[S]):
             expected = f"batch {batch.number}" if batch else "nothing: no batch is open"
             raise broken("yielded", what=what, expected=expected)
         batch._require_settled()
+        self._require_no_writes(batch)
         reach("batch.yielded", batch.number)
         loop = self._loops[-1]
         self._driver.commit(batch._link, loop.read_ahead if loop.reads_ahead else None)
         self._current = None
         loop.tell_committed()
+
+    def _require_no_writes(self, batch: Batch) -> None:
+        """Refuse writes that the end of the attempt would roll back, though the batch is done."""
+        own = batch._mark.target.connection if batch._mark else None
+        for held in self._held:
+            if held.connection is not own and held.loses_writes():
+                driver = type(held.connection).__module__.partition(".")[0]
+                raise broken("wrote aside", number=batch.number, driver=driver)
 
     def _require_complete(self) -> None:
         """Refuse a return that left something undone."""
@@ -12328,7 +12386,7 @@ class Worker:
         if isinstance(error, Fatal):
             return False, "\nIt is not tried again: that is Fatal."
         is_open = self._context is not None and self._context._current is not None
-        in_halves = is_open and self._job_config.isolates
+        in_halves = is_open and self._job_config.isolates and not comes_of_loss(error)
         if asked is None or asked.retry_if is None:
             return IN_HALVES if in_halves else True, ""
         try:
@@ -12996,8 +13054,9 @@ def listen(worker: Worker, by_key: Callable[..., object] | None = None) -> None:
 #                  moves it on: a half is followed by another, after that it doubles, up to the
 #                  usual size. Half of one record is 0: the next worker passes that very record
 #                  over, in a commit with read 1 and rejected 1, without calling the job. Not for an
-#                  error to which retry_if says yes (the record did not cause it), nor outside a
-#                  batch. It needs a target: only that tells what of a batch was done
+#                  error to which retry_if says yes (the record did not cause it), nor for a lost
+#                  server or a held lock, nor outside a batch. It needs a target: only that tells
+#                  what of a batch was done
 #   poison         max_tries charged, and plan B is not to fail: the run awaits a person, whose
 #                  `resume` begins to count anew, as every start of a failed run does. Where the
 #                  outcome of operations is unknown, as of a lookup that fails, it awaits those

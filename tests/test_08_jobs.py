@@ -936,6 +936,124 @@ def test_a_transaction_that_the_job_ends_by_itself_is_refused(
     ]
 
 
+@pytest.mark.parametrize("call", ["commit", "rollback"])
+def test_a_transaction_that_the_job_ends_by_a_call_is_refused(stock: Stock, call: str) -> None:
+    ended = f"execute({call!r})" if "ctx.connect" in stock.opened else f"{call}()"  # apsw has none
+    write = "stock.execute('INSERT INTO t VALUES (77)')"
+    stock.write(f"with batch.transaction():\n    {write}\n    stock.{ended}\nyield batch")
+    what = "The job ended the transaction of 'main' inside transaction()."
+    assert stock.shop.letter().splitlines()[0] == what
+
+
+@pytest.mark.parametrize("body", ["pass", "batch.count(seen=len(batch))"])
+def test_a_transaction_without_a_statement_commits_its_mark(any_stock: Stock, body: str) -> None:
+    any_stock.write(
+        f"with batch.transaction():\n    {body}\nyield batch",
+        before="ctx.step('none', lambda rows: None, target=stock)\n",
+    )
+    ended = any_stock.shop.run()
+    assert (ended.code, any_stock.shop.commits()) == (0, 5), ended.err
+    marks = any_stock.ask("SELECT loop, number FROM batchrun_mark ORDER BY number")
+    assert marks == [("none", 1), ("main", 4)]
+
+
+# --- connections that are nobody's target --------------------------------------------------------
+
+LOOSE = "for batch in ctx.batches(range(12)):\n"
+
+
+def write_loose(stock: Stock, body: str, before: str = "", loop: str = LOOSE) -> None:
+    """Write a job whose loop has no target, but which holds the connection."""
+    imports = "import psycopg\n" if stock.dsn else ""
+    opened = f"{imports}stock = ctx.enter({stock.opened})\n{before}"
+    stock.shop.write(opened + loop + indent(body, TAB))
+
+
+def test_writes_that_are_open_at_a_yield_without_a_target_are_refused(any_stock: Stock) -> None:
+    write_loose(any_stock, any_stock.beginning("INSERT INTO t VALUES (77)") + "yield batch\n")
+    driver = any_stock.opened.partition(".")[0].replace("ctx", "apsw")
+    driver = "sqlite3" if "rows" in driver else driver
+    assert any_stock.shop.letter().splitlines() == [
+        f"Batch 1 was yielded while a connection of {driver} has open writes.",
+        "At the end they would be rolled back, and the batch would count as done without them.",
+        UNCHANGED,
+        "Commit or roll back before the yield, or name it: ctx.batches(source, target=connection)",
+    ]
+    assert (any_stock.applied(), any_stock.shop.commits()) == ([], 0)
+
+
+def test_writes_that_are_open_beside_the_target_are_refused(stock: Stock) -> None:
+    other = "other = ctx.connect('sqlite:other.db')\n"
+    body = "with batch.transaction():\n    pass\n"
+    body += stock.beginning("INSERT INTO t VALUES (77)") + "yield batch\n"
+    loop = "for batch in ctx.batches(range(12), target=other):\n"
+    write_loose(stock, body, other, loop)
+    assert stock.shop.letter().startswith("Batch 1 was yielded while a connection of ")
+    assert stock.applied() == []
+
+
+def test_reads_that_are_open_at_a_yield_and_committed_writes_are_fine(any_stock: Stock) -> None:
+    commit = "stock.execute('COMMIT')\n" if any_stock.begin else "stock.commit()\n"
+    write = any_stock.beginning("INSERT INTO t VALUES (77)") + commit
+    look = any_stock.beginning("SELECT x FROM t").rstrip() + ".fetchall()\n"
+    write_loose(any_stock, f"{write}{look}yield batch\n{commit}")
+    ended = any_stock.shop.run()
+    assert (ended.code, any_stock.applied()) == (0, [77, 77, 77]), ended.err
+
+
+def test_a_connection_that_was_closed_may_be_yielded_beside(stock: Stock) -> None:
+    write_loose(stock, "stock.close()\nyield batch\n")
+    ended = stock.shop.run()
+    assert ended.code == 0, ended.err
+
+
+def test_rows_that_are_being_fetched_at_a_yield_are_not_disturbed(
+    shop: Shop, postgres_dsn: str
+) -> None:
+    shop.write(f"""
+        stock = ctx.connect({postgres_dsn!r})
+        rows = stock.cursor().stream("SELECT generate_series(1, 12)")
+        for batch in ctx.batches(range(12)):
+            done(*next(rows))
+            yield batch
+        rows.close()
+        """)
+    ended = shop.run()
+    assert ended.code == 0, ended.err
+    assert shop.done() == ["1", "2", "3"]
+
+
+def test_a_connection_whose_rows_are_of_a_class_is_asked_all_the_same(
+    shop: Shop, postgres_dsn: str
+) -> None:
+    postgres_stock(shop, postgres_dsn)
+    shop.write(f"""
+        import psycopg
+        rows = psycopg.rows.kwargs_row(lambda x: x)
+        stock = ctx.enter(psycopg.connect({postgres_dsn!r}, row_factory=rows))
+        for batch in ctx.batches(range(12)):
+            stock.execute("SELECT x FROM t").fetchall()
+            yield batch
+        """)
+    ended = shop.run()
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize("name", ["sqlite3", "apsw", "psycopg"])
+def test_a_query_on_a_connection_that_the_job_writes_to_and_commits_goes_on(
+    request: pytest.FixtureRequest, shop: Shop, name: str
+) -> None:
+    stock = make_stock(request, shop, name)
+    stock.ask("INSERT INTO t VALUES (1), (2), (3)")
+    commit = "stock.execute('COMMIT')\n" if stock.begin else "stock.commit()\n"
+    write = stock.beginning("UPDATE t SET x = x") + commit
+    query = "batchrun.Query(stock, 'SELECT x FROM t', key='x')"
+    loop = f"for batch in ctx.batches({query}, size=1):\n"
+    write_loose(stock, f"{write}yield batch\n", "import batchrun\n", loop)
+    ended = shop.run()
+    assert (ended.code, shop.commits()) == (0, 4), ended.err
+
+
 def test_half_a_batch_is_rolled_back_when_the_job_raises(stock: Stock) -> None:
     stock.write(WRITE.replace("\nyield", "\n    if batch.number == 2: raise OSError\nyield"))
     assert stock.shop.letter().startswith("The job raised OSError in batch 2.")

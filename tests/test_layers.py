@@ -25,7 +25,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Ledger": 2_690,
     "Locks and maintenance": 435,
     "Health": 840,
-    "Jobs": 2_860,
+    "Jobs": 2_920,
     "Operations": 630,
     "Recovery": 1_165,
     "Worker": 950,
@@ -34,7 +34,7 @@ LINES = {  # section, in order -> the most lines it may have; only a new capabil
     "Command line": 1_805,
 }
 COMES_LATER = set[str]()  # their place in the order is kept
-LINES_IN_ALL = 18_294  # must stay under
+LINES_IN_ALL = 18_353  # must stay under
 LINES_OF_A_FUNCTION = 40  # must stay under, from `def` to the end, its docstring not counted
 LINES_OF_A_COMMAND = 25  # at most, counted the same way
 

@@ -953,6 +953,110 @@ def test_a_record_is_isolated_with_postgresql_as_the_target(shop: Shop, postgres
     assert rows == [(str(n),) for n in range(8) if n != 1]
 
 
+class OperationalError(Exception):
+    """As MySQL's drivers raise it: number and text."""
+
+
+def test_of_a_mysql_driver_the_number_tells_whether_its_error_may_pass() -> None:
+    numbers = (2006, 2013, 1205, 1213, 3819, 1644)  # lost, lost, lock, deadlock, check, trigger
+    passes = [batchrun.may_pass(OperationalError(number, "text")) for number in numbers]
+    assert passes == [True, True, True, True, False, False]
+
+
+def test_a_text_that_sqlite3_cannot_decode_does_not_pass_by_itself() -> None:
+    scratch, raises = sqlite3.connect(":memory:"), pytest.raises(sqlite3.OperationalError)
+    with contextlib.closing(scratch) as connection, raises as raised:
+        connection.execute("SELECT CAST(x'ff' AS TEXT)").fetchall()
+    assert not batchrun.may_pass(raised.value)
+
+
+def test_an_error_of_which_each_is_the_cause_of_the_other_comes_of_no_loss() -> None:
+    first, second = ValueError("1"), ValueError("2")
+    first.__cause__, second.__cause__ = second, first
+    assert not batchrun.comes_of_loss(first)
+
+
+LOSES = """
+    for batch in ctx.batches(range(8), size=4, target=stock):
+        with batch.transaction() as rows:
+            done(batch.number, len(batch))
+            if ctx.generation < 3:
+                {lost}
+            rows.executemany("INSERT INTO t VALUES (%s)", [(str(n),) for n in batch])
+        yield batch
+    """
+CUT = "stock.execute('SELECT pg_terminate_backend(pg_backend_pid())')"
+LOSSES = {
+    "told": CUT,
+    "found out": "try: " + CUT + "\n                except Exception: pass",
+    "told in other words": "try: " + CUT + "\n                except Exception as error:"
+    " raise ValueError('no stock') from error",
+    "locked": "import psycopg; raise psycopg.errors.LockNotAvailable('held')",
+}
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_a_server_that_is_lost_is_held_against_no_record(
+    shop: Shop, postgres_dsn: str, how: str
+) -> None:
+    stock = STOCK.replace("sqlite:t.db", postgres_dsn)
+    config = 'max_tries = 5\nretry_first_wait = "1ms"\n' + ISOLATE
+    shop.write(stock + LOSES.format(lost=LOSSES[how]), config=config)
+    bad(shop)
+    isolate(shop, code=0)
+    assert sizes(shop) == [4, 4, 4, 4]
+    assert shop.rows("SELECT sum(charged) FROM attempt") == [(2,)]  # a try each, as of any error
+    assert rejects(shop, "sync") == []
+
+
+@pytest.mark.parametrize("config", ["", 'on_exhausted = "reject"\n'])
+def test_a_server_that_stays_lost_leaves_the_batch_to_a_person(
+    shop: Shop, postgres_dsn: str, config: str
+) -> None:
+    stock = STOCK.replace("sqlite:t.db", postgres_dsn)
+    shop.write(stock + LOSES.format(lost=CUT), config=QUICK + (config or ISOLATE))
+    bad(shop)
+    isolate(shop, code=13)
+    assert shop.rows("SELECT state, reason, size FROM run") == [("awaiting", "poison", None)]
+
+
+def test_a_lost_server_that_retry_if_calls_permanent_fails_the_run(
+    shop: Shop, postgres_dsn: str
+) -> None:
+    stock = STOCK.replace("sqlite:t.db", postgres_dsn)
+    decorator = "@job(retry_if=lambda error: False)"
+    shop.write(stock + LOSES.format(lost=CUT), config=QUICK + ISOLATE, decorator=decorator)
+    bad(shop)
+    isolate(shop, code=1)
+    assert shop.rows("SELECT state, size, rejected FROM run") == [("failed", None, 0)]
+
+
+def test_a_record_that_its_database_has_no_room_for_is_isolated(
+    shop: Shop, postgres_dsn: str
+) -> None:
+    stock = (
+        STOCK.replace("sqlite:t.db", postgres_dsn)
+        + """
+    make = "CREATE UNIQUE INDEX IF NOT EXISTS t_x ON t (x)"
+    ctx.step("index", lambda rows: rows.execute(make) and None, target=stock)
+    long = "".join(__import__("random").Random(1).choices("abcdefghijklmnopqrst", k=9000))
+    """
+    )
+    loop = """
+    for batch in ctx.batches(["a", "b", "long", "c"], target=stock):
+        with batch.transaction() as rows:
+            for record in batch:
+                rows.execute("INSERT INTO t VALUES (%s)", [record.replace("long", long)])
+        yield batch
+    """
+    shop.write(stock + loop, config=ISOLATE)
+    bad(shop)
+    isolate(shop)
+    [reject] = rejects(shop, "sync")
+    assert reject["record"] == "'long'"
+    assert reject["reason"].startswith("The job raised ProgramLimitExceeded: index row")
+
+
 def test_a_batch_that_was_done_before_its_process_died_is_not_taken_for_the_bad_one(
     shop: Shop,
 ) -> None:
