@@ -12363,7 +12363,7 @@ class Worker:
         current = self._context._current if self._context else None
         where = f" in batch {current.number}" if current else ""
         retry, said = self._may_retry(error)
-        raised = f"{shortened(error_text(error))}{where}".removesuffix(".")
+        raised = f"{shortened(error_text(error)).removesuffix('.')}{where}"
         end = AttemptEnd(Ending.RAISED, ExitCode.FAILED, error=f"The job raised {raised}.")
         if isinstance(error, Unreachable):
             end, retry = letter_end(error), retry and AT_NO_COST
