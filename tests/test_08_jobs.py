@@ -612,7 +612,7 @@ def test_a_long_rejected_record_is_cut_in_the_letter_and_stands_whole_in_the_log
     ("error", "said"),
     [
         ("MemoryError()", "MemoryError in batch 1."),
-        ("ValueError('no price.')", "ValueError: no price. in batch 1."),
+        ("ValueError('no price.')", "ValueError: no price in batch 1."),
     ],
 )
 def test_an_error_is_one_sentence_with_and_without_words(shop: Shop, error: str, said: str) -> None:

@@ -172,13 +172,6 @@ def test_how_the_worker_went_away_is_said_everywhere(
     assert peak > 10_000_000
 
 
-def test_the_words_of_an_error_may_end_a_sentence(project: Project) -> None:
-    write_job(project, "raise ValueError('No such record.')")
-    assert (
-        "The job raised ValueError: No such record in batch 2.\n" in project.run("run", "sync").err
-    )
-
-
 def test_a_job_that_raises_before_its_first_batch_leaves_the_checkpoint_as_it_is(
     project: Project,
 ) -> None:
