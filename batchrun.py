@@ -11037,10 +11037,15 @@ def look(ledger: Ledger, store: CheckpointStore, run: Run) -> Found:
     return Found(run, *newest, checkpoint, digest, broken, ancestor, copy)
 
 
+def whose(checkpoint: Checkpoint) -> str:
+    """Return in words which run a checkpoint is of, where its file's name says another."""
+    return f"it is of run {checkpoint.run} of {checkpoint.job}"
+
+
 def require_own(ledger: Ledger, run: Run, checkpoint: Checkpoint) -> None:
     """Refuse the checkpoint of another run under this one's name: it tells nothing of this one."""
     if (checkpoint.job, checkpoint.run) != (run.job, run.id):
-        raise BrokenCheckpoint(f"it is of run {checkpoint.run} of {checkpoint.job}")
+        raise BrokenCheckpoint(whose(checkpoint))
     if checkpoint.ledger != ledger.uuid:
         raise BrokenCheckpoint("it is of another ledger")
 
@@ -11322,8 +11327,7 @@ def readable_checkpoints(
             if checkpoint.run == name and checkpoint.job == store.folder.name:
                 own.append(checkpoint)
             else:
-                why = f"it is of run {checkpoint.run} of {checkpoint.job}"
-                foreign.append((why, store.path(name)))
+                foreign.append((whose(checkpoint), store.path(name)))
     return sorted(own, key=attrgetter("event", "number")), foreign
 
 
