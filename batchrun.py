@@ -9286,8 +9286,7 @@ def _open_sqlite(path: Path) -> apsw.Connection:
         connection.pragma("synchronous", "FULL")
         connection.pragma("foreign_keys", 1)
     except (apsw.Error, OSError) as error:
-        kind = Unreachable if isinstance(error, apsw.BusyError) else JobError
-        raise kind(
+        raise JobError(
             f"The database {path} cannot be opened: {error}.",
             unchanged="Nothing was changed.",
             todo=f"Is its folder there and writable? ls -ld {path.absolute().parent}",
